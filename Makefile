@@ -1,8 +1,18 @@
 # `make demo` and `make test` need Python 3.11+ and nothing else; each sets up what it misses, once.
-VENV := .venv
 PYTHON ?= python3
+# The pinned torch is built for CUDA 13, which needs driver 580 and no GPU older than compute capability 7.5; the served
+# types need 8.0. Trainer and server of the demo want about 4 GiB. A figure that the driver does not have refuses nothing.
+GPU_REFUSED := $(shell nvidia-smi --query-gpu=driver_version,compute_cap,memory.free --format=csv,noheader,nounits \
+	2>/dev/null | awk -F', *' 'NR == 1 { \
+	if ($$1 ~ /^[0-9]/ && $$1 + 0 < 580) print "its driver is " $$1 ", and the pinned torch needs 580 or newer"; \
+	else if ($$2 ~ /^[0-9]/ && $$2 + 0 < 8) print "its compute capability is " $$2 ", and 8.0 is needed"; \
+	else if ($$3 ~ /^[0-9]/ && $$3 + 0 < 4096) print "it has " $$3 " MiB free, and 4096 are needed" }')
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo yes)
+PLATFORM := $(if $(HAS_GPU),$(if $(GPU_REFUSED),cpu,gpu),cpu)
+OTHER_PLATFORM = $(if $(filter cpu,$(PLATFORM)),gpu,cpu)
+# The two builds of vLLM cannot be in one environment.
+VENV := $(if $(wildcard .venv/.installed-$(OTHER_PLATFORM)),.venv-$(PLATFORM),.venv)
 BIN := $(VENV)/bin
-PLATFORM := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 LOCK := requirements/$(PLATFORM).txt
 INSTALLED := $(VENV)/.installed-$(PLATFORM)
 INSTALLED_DEV := $(VENV)/.installed-dev
@@ -13,15 +23,25 @@ INSTALL_cpu = $(BIN)/pip install --quiet --no-deps --requirement $(LOCK) || \
 INSTALL_gpu = $(BIN)/pip install --quiet --requirement $(LOCK)
 INSTALL_LOCK = $(INSTALL_$(PLATFORM))
 # The environment of the other targets where there is one, unless PYTHON names another.
-GPU_PYTHON = $(if $(and $(wildcard $(BIN)/python),$(filter file,$(origin PYTHON))),$(BIN)/python,$(PYTHON))
+GPU_PYTHON := $(if $(and $(wildcard $(BIN)/python),$(filter file,$(origin PYTHON))),$(BIN)/python,$(PYTHON))
 DEMO_FLAGS ?=
+# For pytest, or a selection of files: GPU_FLAGS="-k packed", GPU_FLAGS="--files test_learner.py".
+GPU_FLAGS ?=
 # Most tests wait for processes that they started, so two files run at a time; whole runs have the machine to themselves.
 TEST_FLAGS ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all check format bench gpu clean
+.PHONY: demo test test-all chaos check format bench docs gpu clean
 
 demo: $(INSTALLED)
-	$(BIN)/atropos-grpo-run --config configs/demo.yaml $(DEMO_FLAGS)
+ifeq ($(PLATFORM),gpu)
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		echo "$(BIN)/atropos-grpo-run --config configs/demo.yaml $(DEMO_FLAGS)"; \
+		$(BIN)/atropos-grpo-run --config configs/demo.yaml $(DEMO_FLAGS); \
+	else $(MAKE) --no-print-directory demo PLATFORM=cpu GPU_REFUSED="the installed torch cannot use it"; fi
+else
+	@$(if $(and $(HAS_GPU),$(GPU_REFUSED)),echo "The GPU is left aside: $(GPU_REFUSED). The demo runs on the CPU")
+	$(if $(HAS_GPU),CUDA_VISIBLE_DEVICES= )$(BIN)/atropos-grpo-run --config configs/demo.yaml $(DEMO_FLAGS)
+endif
 
 test: $(INSTALLED_DEV)
 	$(BIN)/python -m pytest tests/e2e
@@ -30,6 +50,14 @@ test: $(INSTALLED_DEV)
 # Hours. TEST_ALL names stages of tests/nightly.py, all of them if it is empty.
 test-all: $(INSTALLED_DEV)
 	$(BIN)/python tests/nightly.py $(TEST_ALL)
+
+# Kills broker, environment, server, engine and trainer of real runs at random; the weights of a run over recorded groups
+# must be those of the run that nobody disturbed.
+KILLS ?= 20
+MODES ?= shared_vllm
+chaos: $(INSTALLED_DEV)
+	ATROPOS_CHAOS_KILLS=$(KILLS) ATROPOS_CHAOS_MODES=$(MODES) $(BIN)/python -m pytest tests/e2e/test_chaos.py \
+		-o log_cli=true -o log_cli_level=INFO
 
 check: $(INSTALLED_DEV)
 	$(BIN)/ruff format --check .
@@ -41,25 +69,29 @@ format: $(INSTALLED_DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The documentation site, in build/site.
+docs: $(INSTALLED_DEV)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/compare_trl.py
 	$(BIN)/python -m benchmarks.broker
+	$(BIN)/python -m benchmarks.broker.fsync
+	$(BIN)/python -m benchmarks.bf16_updates
 	$(BIN)/python -m benchmarks.trl_losses
 	$(BIN)/python -m benchmarks.learner_speed
 	$(BIN)/python -m benchmarks.head_memory
 	$(BIN)/python -m benchmarks.sandbox
+	$(BIN)/python -m benchmarks.stragglers
 	$(BIN)/python benchmarks/sync/modes.py
 	$(BIN)/python benchmarks/sync/publishing.py
-	$(BIN)/python benchmarks/sync/hotswap.py
+	$(BIN)/python benchmarks/sync/lora_only.py
 	$(BIN)/python benchmarks/sync/generate.py
 	$(BIN)/python benchmarks/sync/copies.py
 
-# Needs pytest, torch, transformers and peft alone, so it runs where vLLM cannot be had; skips, with the reason, without a GPU.
-gpu:
-	@if $(GPU_PYTHON) -c 'import peft, pytest, torch, transformers' 2>/dev/null; then \
-		$(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu; \
-	elif [ $(PLATFORM) = cpu ]; then echo "make gpu: skipped, nvidia-smi finds no NVIDIA GPU here"; \
-	else echo "make gpu needs pytest, torch, transformers and peft; $(GPU_PYTHON) lacks one. Try: make gpu PYTHON=..." >&2; exit 2; fi
+# Needs pytest, torch, transformers and peft alone, so it runs where vLLM cannot be had; without a GPU it says what it skips.
+gpu: $(if $(and $(HAS_GPU),$(filter $(BIN)/python,$(GPU_PYTHON))),$(INSTALLED_DEV))
+	@$(GPU_PYTHON) tests/gpu/run.py $(GPU_FLAGS)
 
 clean:
 	rm -rf $(VENV)

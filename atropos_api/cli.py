@@ -24,12 +24,12 @@ def run(argv: Sequence[str]) -> int:
     source = TokenSource.settle(config.token, config.token_file, os.environ)
     settled = {"token": None if source.file is not None else source.value, "token_file": source.file}
     config = validate(BrokerConfig, config.model_dump() | settled)
-    setup_logging("run-api", level=config.log_level)
+    logs = setup_logging("run-api", level=config.log_level, form=config.log_format)
     keep_freed_memory()
     # The server stack takes most of a second to import, which --help should not cost.
     from atropos_api.server.serve import serve
 
-    return serve(config)
+    return serve(config, logs)
 
 
 def main() -> NoReturn:

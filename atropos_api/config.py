@@ -8,7 +8,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from atropos_api.broker.state import BrokerSettings
+from atropos_api.broker import BrokerSettings
+from atropos_api.common.observability import LogForm, TracesEndpoint
 from atropos_api.common.secrets import SECRET
 
 
@@ -19,81 +20,46 @@ def check_token(token: str) -> str:
     return token
 
 
-class BrokerConfig(BaseModel):
-    """The broker's options; field names are flags, descriptions their help."""
+class AddressOptions(BaseModel):
+    """The broker's address, store and token."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    host: str = Field("127.0.0.1", description="Address to listen on; any but loopback requires a token")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
-    reload: bool = Field(False, description="Restart when the source changes (for work on the broker itself)")
+    host: str = Field("127.0.0.1", description="Address to listen on; any but loopback requires a token.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    reload: bool = Field(False, description="Restart when the source changes (for work on the broker itself).")
     store: str = Field(
         "./atropos-data",
         description="Directory for groups and runs, the word memory, or redis://host:port/database; on Redis, a "
-        "second broker stands by and takes over if the first one fails",
+        "second broker stands by and takes over if the first one fails.",
     )
     lease: float = Field(
-        10.0, ge=0.5, description="Seconds without a renewal of its lease on Redis after which a standby takes over"
+        10.0, ge=0.5, description="Seconds without a renewal of its lease on Redis after which a standby takes over."
     )
     fsync: Literal["always", "interval", "never"] = Field(
         "interval",
         description="When to force data to the disk: before each answer, once a second, or never. A killed broker "
         "loses nothing with any of them; a power failure may lose the last second with interval, and all that the "
-        "system has not yet written with never",
+        "system has not yet written with never.",
     )
-    fresh: bool = Field(False, description="Delete the contents of the store at start")
+    fresh: bool = Field(False, description="Delete the contents of the store at start.")
     token: str | None = Field(
         None,
-        description="Bearer token that callers must send (default: $ATROPOS_TOKEN; generated if --host needs one)",
+        description="Bearer token that callers must send; default: $ATROPOS_TOKEN, or a new one if --host needs one.",
         json_schema_extra=SECRET,
     )
     token_file: Path | None = Field(
-        None, description="File that contains the token; it is read again on SIGHUP (default: $ATROPOS_TOKEN_FILE)"
+        None, description="File that contains the token; it is read again on SIGHUP; default: $ATROPOS_TOKEN_FILE."
     )
     allowed_hosts: list[str] = Field(
         default_factory=list,
-        description="Host names, in addition to loopback and IP addresses, by which callers may address the broker "
-        "(default: none)",
+        description="Host names, in addition to loopback and IP addresses, by which callers may address the broker; "
+        "none by default.",
     )
     allowed_origins: list[str] = Field(
         default_factory=list,
-        description="Origins of web pages that may call this broker, such as https://page.example (default: none)",
+        description="Origins of web pages that may call this broker, such as https://page.example; none by default.",
     )
-    max_staleness: int | None = Field(
-        None, ge=0, description="Expire groups whose policy is more than this many trainer steps old"
-    )
-    drop_orphaned: bool = Field(False, description="Drop queued groups of policies that a resumed run discarded")
-    require_versions: bool = Field(False, description="Refuse groups without policy versions")
-    dedup_window: float = Field(
-        30.0, ge=0, description="Seconds in which a repeated submission without a key is recognised; 0 turns it off"
-    )
-    max_uncommitted: int = Field(16, ge=1, description="Batches that may be formed and not yet committed")
-    keep_batches: int = Field(0, ge=0, description="Committed batches whose groups are kept for replay")
-    environment_timeout: float = Field(
-        60.0, gt=0, description="Seconds without a call after which an environment's weight and minimum are ignored"
-    )
-    min_allocation_wait: float = Field(
-        120.0, ge=0, description="Seconds a batch waits for an environment's minimum before it is formed without it"
-    )
-    max_queued_sequences: int = Field(200_000, ge=1, description="Sequences that may be queued; more are answered 503")
-    max_queued_bytes: int = Field(
-        16 * 2**30, ge=1, description="Bytes of groups that may be queued; more are answered 503"
-    )
-    max_body_bytes: int = Field(256 * 2**20, ge=1024, description="Largest request body, as sent")
-    max_inflated_bytes: int = Field(512 * 2**20, ge=1024, description="Largest request body, decompressed")
-    max_connections: int = Field(4096, ge=1, description="Connections open at once; a further one is answered 503")
-    header_timeout: float = Field(
-        10.0, gt=0, description="Seconds within which a connection must send a whole request head, or it is closed"
-    )
-    stall_timeout: float = Field(
-        30.0,
-        gt=0,
-        description="Seconds over which a body must arrive, and an answer must be read, at 1 KiB a second; else the "
-        "connection is closed",
-    )
-    log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
-        "info", description="Level from which on log records are written to stderr"
-    )
+    log_format: LogForm = "text"
+    otlp_traces_endpoint: TracesEndpoint = None
 
     @field_validator("store")
     @classmethod
@@ -108,17 +74,28 @@ class BrokerConfig(BaseModel):
     def _check_token(cls, value: str | None) -> str | None:
         return None if value is None else check_token(value)
 
-    def settings(self) -> BrokerSettings:
-        """Return the part of the options that the broker's rules need."""
-        return BrokerSettings(
-            max_staleness=self.max_staleness,
-            drop_orphaned=self.drop_orphaned,
-            require_versions=self.require_versions,
-            max_uncommitted=self.max_uncommitted,
-            keep_batches=self.keep_batches,
-            environment_timeout_seconds=self.environment_timeout,
-            min_allocation_wait_seconds=self.min_allocation_wait,
-            dedup_window_seconds=self.dedup_window,
-            max_queued_sequences=self.max_queued_sequences,
-            max_queued_bytes=self.max_queued_bytes,
-        )
+
+class ConnectionOptions(BaseModel):
+    """Limits on bodies and connections, and the log."""
+
+    max_body_bytes: int = Field(256 * 2**20, ge=1024, description="Largest request body, as sent.")
+    max_inflated_bytes: int = Field(512 * 2**20, ge=1024, description="Largest request body, decompressed.")
+    max_connections: int = Field(4096, ge=1, description="Connections open at once; a further one is answered 503.")
+    header_timeout: float = Field(
+        10.0, gt=0, description="Seconds within which a connection must send a whole request head, or it is closed."
+    )
+    stall_timeout: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds over which a body must arrive, and an answer must be read, at 1 KiB a second; else the "
+        "connection is closed.",
+    )
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
+        "info", description="Level from which on log records are written to stderr."
+    )
+
+
+class BrokerConfig(ConnectionOptions, BrokerSettings, AddressOptions):
+    """All options of the broker; field names are flags, descriptions their help, in the reverse order of the bases."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)

@@ -72,10 +72,34 @@ class UnknownRun(BrokerError):
     kind = "unknown-run"
 
 
+class UnknownRollout(BrokerError):
+    """The group is not among those that can be shown: it was never handed out, or is no longer kept."""
+
+    kind = "unknown-rollout"
+
+
 class UnknownHold(BrokerError):
     """The hold was released or expired; the policy may have changed since."""
 
     kind = "unknown-hold"
+
+
+class UnknownServer(BrokerError):
+    """No inference server is registered under that id."""
+
+    kind = "unknown-server"
+
+
+class LeaseEnded(BrokerError):
+    """The lease has ended, and a lease that has ended is never valid again; the server registers under another one."""
+
+    kind = "lease-ended"
+
+
+class ServerIdInUse(BrokerError):
+    """Another process holds a lease under this server id; it ends soon if that process is gone."""
+
+    kind = "server-id-in-use"
 
 
 class NoOpenRun(BrokerError):
@@ -153,6 +177,12 @@ class TooLarge(BrokerError):
     """The body, as sent or decompressed, is larger than this broker accepts."""
 
     kind = "body-too-large"
+
+
+class NoBackup(BrokerError):
+    """The broker's store is not a directory, so the broker has no files to back up."""
+
+    kind = "no-backup"
 
 
 class StoreDamaged(AtroposError):

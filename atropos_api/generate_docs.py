@@ -11,11 +11,12 @@ from typing import Final
 
 from atropos_api.cli import DESCRIPTION
 from atropos_api.common.option_flags import list_options
+from atropos_api.common.prometheus import PROCESS_METRICS, table
 from atropos_api.config import BrokerConfig
 from atropos_api.http.problems import TYPE_PREFIX
 from atropos_api.http.request import JSON
 from atropos_api.routes.docs import ANY_ROUTE, by_status, errors_of, known_problems
-from atropos_api.routes.metrics import COUNTER_HELP, DROPPED, DROPPED_HELP, GAUGE_HELP, PREFIX, PROCESS_METRICS
+from atropos_api.routes.metrics import METRICS, PREFIX
 from atropos_api.routes.schema import Operation, operations_of
 
 _WRAPPED: Final = textwrap.fill(DESCRIPTION, 118)
@@ -124,11 +125,10 @@ def _flags() -> Iterator[str]:
 
 def _metrics() -> Iterator[str]:
     yield "## Metrics\n"
-    yield "| name | kind | meaning |\n|---|---|---|"
-    yield from (f"| `{PREFIX}{name}` | counter | {text} |" for name, text in COUNTER_HELP.items())
-    yield f"| `{PREFIX}{DROPPED}` | counter | {DROPPED_HELP} |"
-    yield from (f"| `{PREFIX}{name}` | gauge | {text} |" for name, text in GAUGE_HELP.items())
-    yield from (f"| `{one.name}` | {one.kind} | {one.meaning} |" for one in PROCESS_METRICS)
+    yield "`GET /metrics` of the broker; those of the other programs are on [their page](prometheus.md).\n"
+    yield table(METRICS, PREFIX)
+    yield "Of the process, in every program:\n"
+    yield table(PROCESS_METRICS)
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ def make_group(
 def make_memory_app(**options: Any) -> BrokerApp:
     """Return the application over an empty memory store; `options` are those of `BrokerConfig`."""
     config = BrokerConfig(store="memory", **options)
-    return create_app(config, Broker(MemoryLedger(), MemoryBodyLog(), settings=config.settings()))
+    return create_app(config, Broker(MemoryLedger(), MemoryBodyLog(), settings=config))
 
 
 def memory_broker(**options: Any) -> tuple[BrokerApp, AsyncBrokerClient]:

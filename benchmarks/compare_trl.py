@@ -1,4 +1,4 @@
-"""The demo against TRL's GRPOTrainer: same base model, problems, batch, group and learning rate, two threads, one run.
+"""Compares the demo with TRL's GRPOTrainer: same model, problems, batch, group and learning rate, two threads, one run.
 
 Prints for both the generated tokens per second and the time to a mean reward of 0.9 over three steps, from process
 start and from the first rollout, and their ratios. TRL is installed from the package index into an environment of its
@@ -33,12 +33,12 @@ OPTIMIZER_FLAGS = {
     "--adam-beta2": "adam_beta2",
     "--adam-epsilon": "adam_eps",
 }
-"""TRL takes the demo's own optimizer settings."""
+"""The demo's own optimizer settings, which TRL takes too."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One system's run: when it started, when its first rollout began, and (time, reward, tokens) of each step."""
+    """One system's run: its start, the start of its first rollout, and (time, reward, tokens) of each step."""
 
     name: str
     started_at: float
@@ -61,14 +61,14 @@ class Side:
 
 
 def base_model(task: str) -> Path:
-    """The demo's base, made now if this machine has not made it yet."""
+    """Return the demo's base, created if this machine has none yet."""
     command = [sys.executable, "-m", "example_trainer.tiny", "--task", task]
     printed = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
     return Path(next(line.removeprefix("path ") for line in printed.splitlines() if line.startswith("path ")))
 
 
 def peer_python(cache: Path) -> Path:
-    """The interpreter of an environment with TRL in it, made on the first call."""
+    """Return the interpreter of an environment that holds TRL, created on the first call."""
     environment = cache / "bench-trl-1.16.0"
     python = environment / "bin" / "python"
     if not (environment / ".complete").exists():
@@ -115,7 +115,7 @@ def run_ours(model: Path, seed: int, steps: int) -> Side:
 
 
 def print_table(ours: list[Side], peers: list[Side]) -> None:
-    """Medians over the seeds; the last column is ours relative to the peer, above 1 is better."""
+    """Print medians over the seeds; the last column is ours relative to the peer, above 1 is better."""
     measures = [
         ("generated tokens/s", Side.tokens_per_second, False),
         ("reward 0.9 from process start, s", lambda side: side.seconds(side.started_at), True),

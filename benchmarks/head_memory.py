@@ -1,8 +1,8 @@
 """Peak memory of the loss stage: the chunked logprob head against a loss over full logits, at a real vocabulary.
 
 The loss stage is what lies between the last hidden states and their gradient. Each size runs in a process of its own
-that reports the highest resident set above what it held before; the head's own weight and its gradient, which both
-forms need alike, are counted apart. With a GPU the same is read from the allocator.
+that reports its peak resident set above the one at the start; the head's own weight and its gradient, which both forms
+need, are counted separately. With a GPU the same is read from the allocator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 def full_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Logprobs as most trainers compute them: all logits in fp32, and their logarithmic softmax."""
+    """Compute logprobs as most trainers do: all logits in fp32, then their log softmax."""
     logits = hidden.float() @ weight.float().t()
     return logits.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
 
@@ -40,7 +40,7 @@ FORMS = {"full logits": full_logits, "chunked": chunked}
 
 
 class PeakMemory:
-    """The most memory that this process held meanwhile, in bytes above what it held at the start."""
+    """Peak memory of this process inside the block, in bytes above the memory at its start."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -65,7 +65,7 @@ def _status_bytes(name: str) -> int:
 
 
 def measure(form: str, tokens: int, vocabulary: int, hidden_size: int) -> int:
-    """Peak bytes of one loss stage, forward and backward, above hidden states, head and the head's gradient."""
+    """Return the peak bytes of one loss stage, forward and backward, above hidden states, head and its gradient."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     weight = torch.randn(vocabulary, hidden_size, device=device).requires_grad_()
@@ -79,7 +79,7 @@ def measure(form: str, tokens: int, vocabulary: int, hidden_size: int) -> int:
 
 
 def measure_apart(form: str, tokens: int, vocabulary: int, hidden_size: int) -> int:
-    """The same in a fresh process, so that no earlier peak hides this one."""
+    """Measure in a fresh process, so that no earlier peak hides this one."""
     command = [sys.executable, "-m", "benchmarks.head_memory", "--form", form, "--tokens", str(tokens)]
     command += ["--vocabulary", str(vocabulary), "--hidden", str(hidden_size)]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}

@@ -1,4 +1,4 @@
-"""One training step of another trainer, on a batch and a model from disk: run inside that trainer's own environment.
+"""Takes training steps of another trainer, on a batch and a model from disk, inside that trainer's own environment.
 
 `trl` is `GRPOTrainer`'s own loss and forward; `atropos` the published trainer's `pad_data_to_good_offset` and
 `run_training_step`. For every line on standard input one step is taken and its cost printed; nothing of this project
@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 Step = Callable[[], tuple[float, float]]
-"""Takes one step; gives its loss and the gradient norm before clipping."""
+"""A function that takes one step and returns its loss and the gradient norm before clipping."""
 
 LEARNING_RATE = 1e-9  # the weights stand still in effect, so that every round measures the same step
 
@@ -34,7 +34,7 @@ def pad(rows: list[list[float]], value: float, *, left: bool) -> torch.Tensor:
 
 
 def trl_inputs(batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The whole batch as TRL holds it: prompts padded on the left, completions on the right, each to the longest."""
+    """Return the batch in TRL's form: prompts padded on the left, completions on the right, each to the longest."""
     prompts, completions, logprobs, advantages = [], [], [], []
     for group in batch["batch"]:
         scores = torch.tensor(group["scores"])
@@ -130,7 +130,7 @@ def atropos_step(model_path: str, batch: dict[str, Any], micro: int) -> Step:
 
 
 def serve(step: Step) -> None:
-    """A line in is a step taken, a line of JSON out its processor time in seconds, loss and gradient norm."""
+    """Take a step for each line of input; print a line of JSON with its processor seconds, loss and gradient norm."""
     print("READY", flush=True)
     for _ in sys.stdin:
         started = time.process_time()

@@ -1,10 +1,10 @@
-"""One training step of this project against TRL's and the published Atropos trainer's, on the same batch.
+"""Compares a training step of this project with TRL's and the published Atropos trainer's, on the same batch.
 
 Every side gets the same model, the same 64 sequences and the same loss (the clipped ratio, a mean per sequence), one
 thread, and is timed over layout, forward, loss, backward, clipping and optimizer step. The sides take turns, each in a
-process of its own; what is printed are medians in tokens trained per processor second, where the tokens are counted the
-same for all: every completion, and each group's prompt once. Loss and gradient norm stand beside, as the proof that all
-did the same work. The peers are installed from the package index into environments of their own.
+process of its own. Printed are medians of tokens trained per processor second, where every completion counts, and each
+group's prompt once; loss and gradient norm are printed too, to show that all did the same work. The peers are installed
+from the package index into environments of their own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SPREAD = 0.7
 SHORTEST_PROMPT, LONGEST_PROMPT = 16, 128
 MICRO_BATCH = 8
 LEAST = {"TRL 1.16": 2.0, "Atropos 0.4": 2.0}
-"""By how much the packed step has to be faster than these."""
+"""Required speed-up of the packed step over these."""
 SIDES = {
     "ours, packed": "shared",
     "ours, padded": "rows",
@@ -43,7 +43,7 @@ SIDES = {
 
 
 def make_model(directory: Path, arguments: argparse.Namespace) -> None:
-    """A Qwen2 with random weights, and a tokenizer because TRL asks for one."""
+    """Write a Qwen2 with random weights, and a tokenizer, which TRL requires."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from example_trainer.tiny.tokenizer import make_tokenizer
@@ -64,7 +64,7 @@ def make_model(directory: Path, arguments: argparse.Namespace) -> None:
 
 
 def make_batch(vocabulary: int) -> dict[str, Any]:
-    """A batch as the broker answers it in the Atropos form; logprobs are filled in by `add_logprobs`."""
+    """Return a batch in the Atropos form, whose logprobs `add_logprobs` fills in."""
     generator = np.random.default_rng(0)
     groups = []
     for _ in range(GROUPS):
@@ -85,7 +85,7 @@ def make_batch(vocabulary: int) -> dict[str, Any]:
 
 
 def add_logprobs(batch: dict[str, Any], model: Path) -> None:
-    """Logprobs of the model itself, so that every ratio is 1 and all trainers' forms of the clip agree."""
+    """Add the model's own logprobs, so that every ratio is 1 and all trainers' clips agree."""
     from transformers import AutoModelForCausalLM
 
     module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -100,7 +100,7 @@ def add_logprobs(batch: dict[str, Any], model: Path) -> None:
 
 
 def trained_tokens(batch: dict[str, Any]) -> int:
-    """Every completion, and each group's prompt once."""
+    """Count the tokens of every completion, and of each group's prompt once."""
     rows = [(mask.count(-100), len(mask)) for group in batch["batch"] for mask in group["masks"]]
     prompts = sum(group["masks"][0].count(-100) for group in batch["batch"])
     return prompts + sum(length - start for start, length in rows)
@@ -115,7 +115,7 @@ def our_step(layout: str, model: Path, batch_path: Path) -> Step:
     from example_trainer.modeling.model_support import choose_layout
     from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
     from example_trainer.objective.objective import make_objective
-    from example_trainer.training import Learner, learner_settings
+    from example_trainer.training import Learner
 
     groups = [Group(**group) for group in json.loads(batch_path.read_text())["batch"]]
     config = TrainingConfig.model_validate(
@@ -139,7 +139,7 @@ def our_step(layout: str, model: Path, batch_path: Path) -> Step:
     learner = Learner(
         policy,
         optimizer,
-        learner_settings(config),
+        config,
         objective=make_objective(config, policy),
         layout=chosen if layout == "shared" else "rows",
     )
@@ -153,7 +153,7 @@ def our_step(layout: str, model: Path, batch_path: Path) -> Step:
 
 
 def atropos_path(cache: Path) -> Path:
-    """A directory with the published package alone, whose top-level modules bear the names of this project's."""
+    """Return a directory with only the published package, whose modules have the same names as this project's."""
     directory = cache / "bench-atroposlib-0.4.0-modules"
     if not (directory / ".complete").exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(directory)]
@@ -163,7 +163,7 @@ def atropos_path(cache: Path) -> Path:
 
 
 class Side:
-    """A process that takes one step each time it is asked."""
+    """A process that takes one step per request."""
 
     def __init__(self, name: str, model: Path, batch: Path, cache: Path) -> None:
         kind = SIDES[name]
@@ -194,7 +194,7 @@ class Side:
         self.costs.append(json.loads(self._read("STEP ")))
 
     def median(self) -> float:
-        """Processor seconds of a step; the first one warms up and is not counted."""
+        """Return the median processor seconds of a step, without the first one, which warms up."""
         return statistics.median(cost["seconds"] for cost in self.costs[1:])
 
     def close(self) -> None:
@@ -223,7 +223,7 @@ def print_table(sides: list[Side], tokens: int) -> None:
 
 
 def verdict(name: str, ratio: float) -> str:
-    """Say if the packed step reaches the speed-up over this side that it must reach; empty without such a limit."""
+    """Return whether the packed step reaches its required speed-up over this side, in words; empty without a limit."""
     if name not in LEAST:
         return ""
     return f"  must {LEAST[name]:g}x, {'met' if ratio >= LEAST[name] else 'MISSED'}"

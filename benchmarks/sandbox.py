@@ -1,7 +1,7 @@
-"""Price of a run of code in the sandbox, as a multiple of starting Python alone: `python -m benchmarks.sandbox`.
+"""Measures a run of code in the sandbox as a multiple of starting Python alone: `python -m benchmarks.sandbox`.
 
-Each way of keeping code in that this machine offers is timed in turn with an empty Python, several rounds; medians are
-compared. Together there are eight runs at a time.
+Each kind of isolation that this machine offers is timed in turns with an empty Python, over several rounds; medians
+are compared. Eight runs go on at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ async def start_python() -> None:
 
 
 def tools() -> dict[str, PythonTool]:
-    """The tool in each way that works here."""
+    """Return the tool with each kind of isolation that works here."""
     found = {}
     for mechanism in MECHANISMS:
         for use_cgroups in (True, False):

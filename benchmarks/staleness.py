@@ -5,11 +5,11 @@
 
 A real broker, the real training loop and the tiny base model on the `chain` problems. Batch n is sampled from the
 weights after step n - 1 - k, by a sampler in this process that keeps them all, so that every trained token is exactly k
-steps old (or as old as the run, in its first steps); no server can be told to be late by so much. Rewards are those of
-the policies after 0, 1, 2, ... steps, which batches k + 1, k + 2, ... were sampled from; a run has k steps more for it.
+steps old (or as old as the run, in its first steps), which no server can be made to do. Rewards are those of the
+policies after 0, 1, 2, ... steps, from which batches k + 1, k + 2, ... were sampled; a run therefore has k more steps.
 Each cell is the mean reward over the run, the mean of its last five steps, and for each seed the step at which the mean
-of three came to 0.8. What to look for: with k at 0 all three are the same; at the low rate the clip slows down as k
-grows; at the high rate no correction breaks down at k = 8; truncated weights keep their speed throughout.
+of three reached 0.8. Expected: with k = 0 all three are the same; at the low rate the clip slows down as k grows; at
+the high rate training without a correction breaks down at k = 8; truncated weights keep their speed throughout.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 
 
 class Archive(ServingBridge):
-    """Serves the weights after each past step; a step that trained nothing has those of the step before."""
+    """The weights after each past step; a step that trained nothing has those of the step before."""
 
     def __init__(self, options: PolicyOptions) -> None:
         super().__init__(options)
@@ -64,7 +64,7 @@ class Archive(ServingBridge):
         self._grew = threading.Condition()
 
     def keep(self, step: int) -> None:
-        """Keep the weights served now as those after `step`."""
+        """Store the current weights as those after `step`."""
         assert self.served is not None
         with self._grew:
             self._weights[step] = self.served
@@ -79,7 +79,7 @@ class Archive(ServingBridge):
 
 
 class WatchedSession(BrokerSession):
-    """Tells the archive of every step that has ended."""
+    """A session that reports every finished step to the archive."""
 
     def __init__(self, client: BrokerClient, archive: Archive) -> None:
         super().__init__(client)
@@ -91,7 +91,7 @@ class WatchedSession(BrokerSession):
 
 
 class Sampler:
-    """Answers problems from given weights, a whole batch in lock-step, with each token's logprob."""
+    """Samples answers from given weights, a whole batch at a time, with each token's logprob."""
 
     def __init__(self, model: Path, seed: int) -> None:
         from transformers import AutoTokenizer
@@ -117,7 +117,7 @@ class Sampler:
         return tokens
 
     def _answer(self, prompts: Sequence[list[int]]) -> list[tuple[list[int], list[float]]]:
-        """Tokens and logprobs of one answer a prompt; prompts are padded on the left and share a cache."""
+        """Return tokens and logprobs of one answer per prompt; prompts are padded on the left and share a cache."""
         width, module, end = max(map(len, prompts)), self._policy.module, self._tokenizer.eos_token_id
         tokens = torch.tensor([[end] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -157,7 +157,7 @@ def _until_end(tokens: list[int], logprobs: list[float], end: int) -> tuple[list
 
 
 class LateEnvironment(threading.Thread):
-    """Hands in the groups of batch n as soon as the weights of step n - 1 - `delay` are there."""
+    """An environment that submits the groups of batch n once the weights of step n - 1 - `delay` exist."""
 
     def __init__(self, url: str, archive: Archive, model: Path, *, seed: int, delay: int, steps: int) -> None:
         super().__init__(name="late-environment", daemon=True)
@@ -187,7 +187,7 @@ class LateEnvironment(threading.Thread):
 
 @dataclass(frozen=True)
 class Run:
-    """Rewards of one run's successive policies, and the age of the freshest batch that was as old as it can be."""
+    """Rewards of one run's successive policies, and the age of its freshest batch after the first steps."""
 
     rewards: list[float]
     least_age: float
@@ -201,7 +201,7 @@ class Run:
         return statistics.fmean(self.rewards[-TAIL_STEPS:])
 
     def reached(self) -> int | None:
-        """The step at which the mean of three first came to 0.8."""
+        """Return the step at which the mean of three first reached 0.8."""
         for end in range(WINDOW_STEPS, len(self.rewards) + 1):
             if statistics.fmean(self.rewards[end - WINDOW_STEPS : end]) >= REWARD:
                 return end
@@ -209,7 +209,7 @@ class Run:
 
 
 def train(model: Path, *, correction: str, delay: int, rate: float, seed: int, steps: int) -> Run:
-    """One run through a broker of its own; the rewards of `steps` successive policies, the base's first."""
+    """Train through a broker of its own; return the rewards of `steps` successive policies, the base's first."""
     batches = steps + delay
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as directory, served_broker() as url:

@@ -1,9 +1,9 @@
-"""Our losses against TRL's own, value and gradient, on the same random batches: largest differences by loss.
+"""Compares our losses with TRL's, value and gradient, on the same random batches: largest differences by loss.
 
     python benchmarks/trl_losses.py            # in TRL's environment under the cache directory, made on the first call
 
-TRL's `GRPOTrainer._compute_loss` itself runs, on a stand-in for the trainer that hands it the logprobs; its weights for
-the sampler's mismatch come from the statement that makes them in TRL's source. Batches have ratios far from 1,
+TRL's own `GRPOTrainer._compute_loss` runs on a stand-in for the trainer that returns the logprobs; its weights for the
+sampler's mismatch come from the statement in TRL's source that computes them. Batches have ratios far from 1,
 advantages of both signs, groups of one (advantage 0) and rows without a trained token. Such rows stay in TRL's mean
 over sequences and leave ours, so where sequences are averaged TRL's figures are multiplied by all rows over those with
 tokens.
@@ -41,6 +41,14 @@ OURS: Mapping[str, Mapping[str, Any]] = {
     "dapo": {"aggregation": "token", "trl": {"loss_type": "dapo"}},
     "cispo": {"aggregation": "token", "trl": {"loss_type": "cispo", "epsilon_high": 5.0}},
     "gspo": {"aggregation": "sequence", "trl": {"loss_type": "grpo", "importance_sampling_level": "sequence"}},
+    # TRL's sum over a sequence is not divided by the longest answer.
+    "luspo": {
+        "aggregation": "constant",
+        "trl": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        "factor": 1 / LONGEST,
+    },
+    "sapo": {"aggregation": "sequence", "trl": {"loss_type": "sapo"}},
+    "vespo": {"aggregation": "token", "trl": {"loss_type": "vespo"}, "corrections": ("none",)},
 }
 CORRECTIONS = ("none", "token_truncate", "token_mask")
 EXTRAS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
@@ -49,12 +57,12 @@ EXTRAS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "reference": ({"dual_clip": None, "kl_coef": 0.05}, {"beta": 0.05}),
     "off-policy mask": ({"dual_clip": None, "off_policy_threshold": 0.1}, {"off_policy_mask_threshold": 0.1}),
 }
-"""Further terms: our settings, TRL's."""
+"""Settings of the further terms: ours, TRL's."""
 
 
 @dataclass(frozen=True)
 class RandomBatch:
-    """`[rows, length]` logprobs of four policies, advantages by row, and which tokens are trained."""
+    """`[rows, length]` logprobs of four policies, advantages by row, and the mask of trained tokens."""
 
     logprobs: Tensor
     old: Tensor
@@ -81,7 +89,7 @@ def random_batch(seed: int) -> RandomBatch:
 
 
 def our_loss(batch: RandomBatch, loss: str, correction: str, extra: Mapping[str, Any]) -> tuple[float, Tensor]:
-    """Value, and gradient `[rows, length]`, of the loss over the batch's flat list of trained tokens."""
+    """Return our loss over the batch's flat list of trained tokens, and its gradient `[rows, length]`."""
     logprobs = batch.logprobs.clone().requires_grad_()
     counts = batch.mask.sum(1)
     trained = counts > 0
@@ -113,7 +121,7 @@ def our_loss(batch: RandomBatch, loss: str, correction: str, extra: Mapping[str,
 
 
 def trl_loss(batch: RandomBatch, loss: str, correction: str, extra: Mapping[str, Any]) -> tuple[float, Tensor]:
-    """The same from TRL's code."""
+    """Return the loss and its gradient from TRL's code."""
     from trl import GRPOTrainer
 
     logprobs = batch.logprobs.clone().requires_grad_()
@@ -136,11 +144,12 @@ def trl_loss(batch: RandomBatch, loss: str, correction: str, extra: Mapping[str,
     value.backward()
     assert logprobs.grad is not None
     factor = 1.0 if OURS[loss]["aggregation"] == "token" else ROWS / int((batch.mask.sum(1) > 0).sum())
+    factor *= OURS[loss].get("factor", 1.0)
     return value.item() * factor, logprobs.grad * factor
 
 
 def stand_in(logprobs: Tensor, form: Mapping[str, Any], correction: str, extra: Mapping[str, Any]) -> SimpleNamespace:
-    """Make the attributes of a trainer that `_compute_loss` reads, with a model that returns the given logprobs."""
+    """Return the attributes of a trainer that `_compute_loss` reads, with a model that returns the given logprobs."""
     from trl import GRPOTrainer
 
     corrects = correction != "none"
@@ -166,14 +175,17 @@ def stand_in(logprobs: Tensor, form: Mapping[str, Any], correction: str, extra: 
         "_entropy_bonus_enabled": False,
         "_metrics": {"train": defaultdict(list)},
         "get_off_policy_mask": GRPOTrainer.get_off_policy_mask,
+        "get_gamma_weights": GRPOTrainer.get_gamma_weights,
         "_get_per_token_logps_and_entropies": lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
     }
     arguments = {"delta": extra.get("delta"), "use_bias_correction_kl": False, "steps_per_generation": 1}
+    arguments |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
+    arguments |= {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
     return SimpleNamespace(args=SimpleNamespace(**arguments), **(settings | dict(form) | dict(extra)))
 
 
 def trl_mismatch_weights(trainer: SimpleNamespace, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The statement of TRL's rollout code that makes `vllm_importance_sampling_ratio`, run by itself."""
+    """Run the statement of TRL's rollout code that computes `vllm_importance_sampling_ratio`."""
     import math
 
     from trl import GRPOTrainer
@@ -199,10 +211,10 @@ def trl_mismatch_weights(trainer: SimpleNamespace, inputs: Mapping[str, Tensor])
 
 
 def compare(batches: int) -> list[dict[str, Any]]:
-    """Largest absolute differences of value and gradient over `batches` random batches, for each combination."""
+    """Return the largest absolute differences of value and gradient over random batches, for each combination."""
     rows = []
     for loss in OURS:
-        for correction in CORRECTIONS:
+        for correction in OURS[loss].get("corrections", CORRECTIONS):
             for name, (ours, theirs) in EXTRAS.items():
                 values, gradients, size = 0.0, 0.0, 0.0
                 for seed in range(batches):
@@ -226,7 +238,7 @@ def compare(batches: int) -> list[dict[str, Any]]:
 
 
 def run_inside(python: Path, batches: int) -> list[dict[str, Any]]:
-    """`compare` in TRL's environment."""
+    """Run `compare` in TRL's environment."""
     environ = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [str(python), __file__, "--inside", "--batches", str(batches)]
     printed = subprocess.run(command, check=True, env=environ, stdout=subprocess.PIPE, text=True).stdout

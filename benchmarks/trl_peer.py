@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer on the demo's task, with the demo's model, problems, batch, group and learning rate.
 
-Run by `compare_trl.py` inside an environment that holds the public `trl` package; of this project it imports the task
-texts alone. Prints one JSON object: per step the wall-clock time, the mean reward and the generated tokens so far.
+Run by `compare_trl.py` inside an environment that holds the public `trl` package; it imports this project's task texts
+only. Prints one JSON object: per step the wall-clock time, the mean reward and the generated tokens so far.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Any
 import anyio
 from pydantic import Field
 
+from atropos_api.common import metric_names as names
 from atropos_api.common.concurrency import run_blocking
 from environments.rewards.gold_check import GoldItem
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, scored_group
@@ -30,15 +31,16 @@ from environments.tasks.arithmetic import (
     held_out_problems,
     problem_stream,
 )
-from environments.tasks.data import DataFields, DataUnusable, Draws, Question
+from environments.tasks.data import DataFields, Question, ShuffledEpochs
+from environments.tasks.records import DataUnusable
 
 
 class ArithmeticEnvConfig(DataFields, BaseEnvConfig):
     """The configuration adds these settings to those of every environment."""
 
-    task: TaskName = Field("chain", description="chain: three events to follow; add: one two-digit operation")
-    eval_problems: int = Field(200, ge=1, description="held-out problems in an evaluation")
-    max_new_tokens: int = Field(34, ge=1, description="longest answer")
+    task: TaskName = Field("chain", description="chain: three events to follow; add: one two-digit operation.")
+    eval_problems: int = Field(200, ge=1, description="Held-out problems in an evaluation.")
+    max_new_tokens: int = Field(34, ge=1, description="Longest answer.")
 
     @property
     def has_data(self) -> bool:
@@ -123,9 +125,9 @@ class ArithmeticEnv(BaseEnv):
                 answers.start_soon(answer, index, problem)
         count = len(samples)
         metrics = {
-            "eval/accuracy": sum(sample["score"] for sample in samples) / count,
-            "eval/format_reward": sum(sample["answer"] is not None for sample in samples) / count,
-            "eval/length_mean": sum(sample["tokens"] for sample in samples) / count,
+            names.EVAL_ACCURACY: sum(sample["score"] for sample in samples) / count,
+            names.EVAL_FORMAT_REWARD: sum(sample["answer"] is not None for sample in samples) / count,
+            names.EVAL_LENGTH_MEAN: sum(sample["tokens"] for sample in samples) / count,
         }
         await self.evaluate_log(
             metrics,
@@ -161,7 +163,7 @@ def as_word_problems(questions: Sequence[Question]) -> list[WordProblem]:
 
 
 def endless_draws(problems: Sequence[WordProblem], seed: int) -> Iterator[WordProblem]:
-    draws = Draws(problems, seed)
+    draws = ShuffledEpochs(problems, seed)
     return (draws[number] for number in itertools.count())
 
 

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from atropos_api.common.cliconfig import ConfigError, nearest, run_cli
 from atropos_api.common.files import write_whole
 from environments.rewards.answers import last_boxed
-from environments.tasks.data import DataUnusable, form_of, read_cell, read_records
+from environments.tasks.data import form_of, read_cell
+from environments.tasks.records import DataUnusable, read_records
 
 if TYPE_CHECKING:
     from environments.sdk.base_env import BaseEnv
@@ -137,7 +138,9 @@ def convert_data(path: Path) -> Conversion:
     """
     if path.suffix not in {".jsonl", ".json"}:
         raise DataUnusable(f"{path}: only .jsonl and .json files are converted; a .parquet file is read as it is")
-    records = [(number, _converted(record, f"{path}:{number}")) for number, record in read_records(path)]
+    records = [
+        (number, _converted(record, f"{path}:{number}")) for number, record in read_records(path, columns=form_of)
+    ]
     if all(not changed for _, (_, changed) in records):
         return Conversion(path, len(records), None)
     backup = backup_of(path)
@@ -172,7 +175,10 @@ def _keep(path: Path, backup: Path) -> None:
 
 def _conversion_of(backup: Path, path: Path) -> bytes:
     """Return the bytes that converting `backup` wrote to `path`, whose suffix says how the file is read."""
-    records = [_converted(record, f"{path}:{number}")[0] for number, record in read_records(backup, path.suffix)]
+    records = [
+        _converted(record, f"{path}:{number}")[0]
+        for number, record in read_records(backup, path.suffix, columns=form_of)
+    ]
     return _as_text(records, path).encode()
 
 

@@ -15,15 +15,17 @@ Data: `data_path` or `dataset_name`; one of them is needed.
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, field_validator
 
+from atropos_api.common import metric_names as names
+from atropos_api.common.errors import AtroposError
 from environments.rewards import RewardManager, combine
-from environments.rewards.combine import CombinedReward, Normalization
+from environments.rewards.combine import CombinedReward, Normalization, RewardSpec
 from environments.rewards.gold_check import GoldItem
 from environments.sdk import (
     APIServerConfig,
@@ -34,47 +36,73 @@ from environments.sdk import (
     scored_group,
 )
 from environments.sdk.errors import GoldMissing
-from environments.tasks.chat_dataset import PromptForm, Row, load_rows
-from environments.tasks.data import Question, Split
+from environments.tasks.chat_dataset import REFERENCES, PromptForm, Row, load_rows
+from environments.tasks.data import Question
 from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, answer_of, mean
+from environments.tasks.records import DataUnusable, Split
+
+logger = logging.getLogger(__name__)
+
+LONGEST_PATH = 255
+"""A longer text names no file; the system even refuses to look for one."""
+TEXT_SUFFIXES = (".txt", ".md", ".prompt", ".jinja")
+
+
+class SystemPromptUnusable(AtroposError):
+    """The system prompt names a file that does not exist or is no text."""
 
 
 class DatasetEnvConfig(QuestionEnvConfig):
     """The configuration adds these settings to those of every environment with questions."""
 
-    reward: list[str | dict[str, Any]] = Field(
+    reward: list[RewardSpec] = Field(
         ["accuracy"],
         min_length=1,
-        description="rewards whose weighted sum is the score: names, module:function, file.py:function, or JSON "
-        "objects with name, weight, params and label",
+        validate_default=True,
+        description="Rewards whose weighted sum is the score: names, module:function, file.py:function, or JSON "
+        "objects with name, weight, params and label.",
     )
     reward_normalization: Normalization = Field(
         "none",
-        description="none: weight * score; weights: divided by the weights' sum; range: each score first to 0..1",
+        description="none: weight * score; weights: divided by the weights' sum; range: each score first to 0..1.",
     )
     prompt_column: str | None = Field(
-        None, description="column of the prompt; default: prompt, messages, question, ..."
+        None, description="Column of the prompt; default: prompt, messages, question, ..."
     )
     system_prompt: str | None = Field(
-        None, description="system prompt of chats that have none: the text, or a file with it; default: none"
+        None, description="System prompt of chats that have none: the text, or a file with it; default: none."
     )
     prompt_form: PromptForm = Field(
         "auto",
-        description="how a prompt that is text is put to the model: as a user's message, or as text to continue; auto: "
-        "a message if the tokenizer has a chat template",
+        description="How a prompt that is text is put to the model: as a user's message, or as text to continue; auto: "
+        "a message if the tokenizer has a chat template.",
     )
-    max_new_tokens: int | None = Field(None, ge=1, description="longest answer; default: what max_token_length leaves")
-    stop: list[str] = Field([], description="texts that end an answer")
+    max_new_tokens: int | None = Field(None, ge=1, description="Longest answer; default: what max_token_length leaves.")
+    stop: list[str] = Field([], description="Texts that end an answer.")
 
     @field_validator("reward", mode="before")
     @classmethod
-    def _parse_reward(cls, value: Any) -> Any:
-        """Accept one reward for a list of one, and JSON objects as text, as a command line gives them."""
-        given = value if isinstance(value, list | tuple) else [value]
-        return [json.loads(one) if isinstance(one, str) and one.lstrip().startswith("{") else one for one in given]
+    def _accept_one(cls, value: Any) -> Any:
+        """Accept one reward for a list of one."""
+        return value if isinstance(value, list | tuple) else [value]
+
+    def check_names(self) -> None:
+        self.make_reward()
+        read_system_prompt(self.system_prompt)
 
     def load(self, source: str | Path, split: Split) -> list[Question]:
-        return load_rows(source, split, prompt_column=self.prompt_column)
+        rows = load_rows(source, split, prompt_column=self.prompt_column)
+        comparing = ", ".join(spec.name for spec in self.reward if spec.needs_reference)
+        kept = [row for row in rows if row.answer] if comparing else rows
+        if not kept:
+            raise DataUnusable(
+                f"{source}: no row has a reference, with which the reward {comparing} compares; it is looked for under "
+                f"{', '.join(REFERENCES)}. Name another reward with --env.reward"
+            )
+        if len(kept) < len(rows):
+            left_out = len(rows) - len(kept)
+            logger.warning("%s: %d rows without a reference for %s are left out", source, left_out, comparing)
+        return kept
 
     def make_reward(self) -> CombinedReward:
         """Return the reward; raise if a name is unknown or its parameters do not fit."""
@@ -93,10 +121,9 @@ class DatasetEnv(QuestionEnv):
         return DatasetEnvConfig(group_size=8), APIServerConfig(server_type="vllm", num_requests_for_eval=256)
 
     async def setup(self) -> None:
-        self.rewards = RewardManager(
-            self.config.make_reward()
-        )  # a misspelt name ends the start before any data is read
-        self.system_prompt = _text_or_file(self.config.system_prompt)
+        # A misspelt name ends the start before any data is read.
+        self.rewards = RewardManager(self.config.make_reward())
+        self.system_prompt = read_system_prompt(self.config.system_prompt)
         await super().setup()
 
     async def collect(self, question: Question) -> ScoredDataGroup:
@@ -156,13 +183,23 @@ class DatasetEnv(QuestionEnv):
     def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
         parts = samples[0]["parts"] if samples else {}
         return {
-            "eval/reward": mean(sample["reward"] for sample in samples),
-            **{f"eval/reward/{name}": mean(sample["parts"][name] for sample in samples) for name in parts},
-            "eval/length_mean": mean(sample["tokens"] for sample in samples),
+            names.EVAL_REWARD: mean(sample["reward"] for sample in samples),
+            **{
+                names.EVAL_REWARD_PART.format(name=name): mean(sample["parts"][name] for sample in samples)
+                for name in parts
+            },
+            names.EVAL_LENGTH_MEAN: mean(sample["tokens"] for sample in samples),
         }
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         await super().wandb_log({**(wandb_metrics or {}), **self.rewards.metrics()})
+
+    async def score_answer(self, item: Question, text: str) -> float:
+        row = _row(item)
+        tokens = self.tokenizer.encode(text)
+        shown = self.messages(row) or row.question
+        sample = {**_given(row), "prompt": shown, "completion": text, "completion_ids": tokens}
+        return (await self.rewards.reward([sample | {"token_count": len(tokens)}]))[0]
 
     def write_answer(self, answer: str) -> str:
         return answer
@@ -173,9 +210,13 @@ class DatasetEnv(QuestionEnv):
 
 def _sample(row: Row, prompt: Any, text: str, node: SequenceNode) -> Mapping[str, Any]:
     sampled = list(node.tokens[-node.sampled_count :]) if node.sampled_count else []
-    reference = {"answer": row.answer} if row.answer else {}
     own = {"prompt": prompt, "completion": text, "completion_ids": sampled, "token_count": node.sampled_count}
-    return {**reference, **row.columns, **own}
+    return {**_given(row), **own}
+
+
+def _given(row: Row) -> dict[str, Any]:
+    """Return what the data gives of a sample: the columns, and the reference under the usual name."""
+    return {**({"answer": row.answer} if row.answer else {}), **row.columns}
 
 
 def _row(question: Question) -> Row:
@@ -183,12 +224,24 @@ def _row(question: Question) -> Row:
     return question
 
 
-def _text_or_file(value: str | None) -> str | None:
-    """Return the text, or that of the file it names."""
-    try:
-        return value and Path(value).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):  # it names no file: a long text is even refused as a name
+def read_system_prompt(value: str | None) -> str | None:
+    """Return the text, or that of the file it names; raise `SystemPromptUnusable` for a path without a text file."""
+    if not value or len(value) > LONGEST_PATH or "\n" in value:
         return value
+    path = Path(value).expanduser()
+    if not path.is_file():
+        if value.startswith(("/", "./", "../", "~")) or (path.suffix in TEXT_SUFFIXES and " " not in value):
+            raise SystemPromptUnusable(
+                f"system prompt {value}: there is no such file; give the path of a text file, or the text itself"
+            )
+        return value
+    try:
+        text = path.read_text(encoding="utf-8-sig").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemPromptUnusable(f"system prompt {value}: cannot be read ({error}); give a UTF-8 file") from error
+    if not text:
+        raise SystemPromptUnusable(f"system prompt {value}: the file is empty; leave the option out for no prompt")
+    return text
 
 
 if __name__ == "__main__":

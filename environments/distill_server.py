@@ -31,7 +31,9 @@ class DistillEnv(TeacherMixin, GSM8kEnv):
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, APIServerConfig]:
         config, server = super().config_init()
-        return DistillEnvConfig(**{**config.model_dump(), "teacher_enabled": True, "teacher_top_k": 8}), server
+        # A teacher's logprobs teach also where all answers score the same.
+        own = {"teacher_enabled": True, "teacher_top_k": 8, "ensure_scores_are_not_same": False}
+        return DistillEnvConfig(**{**config.model_dump(), **own}), server
 
 
 if __name__ == "__main__":

@@ -40,38 +40,38 @@ class ExportOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    groups: Path | None = Field(None, description="file of groups to read, as `process` writes them")
+    groups: Path | None = Field(None, description="File of groups to read, as `process` writes them.")
     api_url: str | None = Field(
         None,
-        description="broker to fetch groups from instead of a file, as the trainer of a new run",
+        description="Broker to fetch groups from instead of a file, as the trainer of a new run.",
     )
     token: str | None = Field(
-        None, description="bearer token of that broker; default: $ATROPOS_TOKEN", json_schema_extra=SECRET
+        None, description="Bearer token of that broker; default: $ATROPOS_TOKEN.", json_schema_extra=SECRET
     )
-    token_file: Path | None = Field(None, description="file that holds that token; default: $ATROPOS_TOKEN_FILE")
-    group_size: int = Field(2, ge=1, description="rollouts a group, to ask the broker for batches of whole groups")
-    tasks_per_step: int = Field(64, ge=1, description="groups a batch from the broker")
-    max_token_len: int = Field(2048, ge=1, description="longest sequence, sent to the broker")
-    tokenizer: str | None = Field(None, description="name or folder of the model's tokenizer; not needed for messages")
-    save_messages: bool = Field(False, description="save messages instead of text, where the groups have them")
-    num_seqs_to_save: int = Field(100, ge=1, description="lines to write at most")
-    allow_negative_scores: bool = Field(False, description="keep rollouts whose score is 0 or less")
-    append_to_previous: bool = Field(False, description="append to the file, if there is one")
-    overwrite: bool = Field(False, description="replace the file, if there is one")
+    token_file: Path | None = Field(None, description="File that holds that token; default: $ATROPOS_TOKEN_FILE.")
+    group_size: int = Field(2, ge=1, description="Rollouts a group, to ask the broker for batches of whole groups.")
+    tasks_per_step: int = Field(64, ge=1, description="Groups a batch from the broker.")
+    max_token_len: int = Field(2048, ge=1, description="Longest sequence, sent to the broker.")
+    tokenizer: str | None = Field(None, description="Name or folder of the model's tokenizer; not needed for messages.")
+    save_messages: bool = Field(False, description="Save messages instead of text, where the groups have them.")
+    num_seqs_to_save: int = Field(100, ge=1, description="Lines to write at most.")
+    allow_negative_scores: bool = Field(False, description="Keep rollouts whose score is 0 or less.")
+    append_to_previous: bool = Field(False, description="Append to the file, if there is one.")
+    overwrite: bool = Field(False, description="Replace the file, if there is one.")
 
 
 class SftOptions(ExportOptions):
     """These options select the rollouts to imitate."""
 
-    save_top_n_per_group: int = Field(3, ge=1, description="rollouts of a group at most, the best first")
-    minimum_score_diff_max_min: float = Field(0.0, description="least distance from the worst of the group")
+    save_top_n_per_group: int = Field(3, ge=1, description="Rollouts of a group at most, the best first.")
+    minimum_score_diff_max_min: float = Field(0.0, description="Least distance from the worst of the group.")
 
 
 class DpoOptions(ExportOptions):
     """These options select the pairs that differ enough."""
 
-    save_n_pairs_per_group: int = Field(3, ge=1, description="pairs of a group at most")
-    minimum_score_diff_max_min: float = Field(0.5, description="least difference within a pair")
+    save_n_pairs_per_group: int = Field(3, ge=1, description="Pairs of a group at most.")
+    minimum_score_diff_max_min: float = Field(0.5, description="Least difference within a pair.")
 
 
 OptionsT = TypeVar("OptionsT", bound=ExportOptions)
@@ -255,14 +255,14 @@ class ViewOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    api_url: str | None = Field(None, description="broker whose latest groups are shown; without a file")
+    api_url: str | None = Field(None, description="Broker whose latest groups are shown; without a file.")
     token: str | None = Field(
-        None, description="bearer token of that broker; default: $ATROPOS_TOKEN", json_schema_extra=SECRET
+        None, description="Bearer token of that broker; default: $ATROPOS_TOKEN.", json_schema_extra=SECRET
     )
-    token_file: Path | None = Field(None, description="file that holds that token; default: $ATROPOS_TOKEN_FILE")
-    port: int = Field(9009, ge=0, le=65535, description="port of the page on this machine; 0: a free one")
-    groups: int = Field(8, ge=1, description="how many of the latest groups")
-    refresh_seconds: int = Field(5, ge=1, description="how often the browser asks again")
+    token_file: Path | None = Field(None, description="File that holds that token; default: $ATROPOS_TOKEN_FILE.")
+    port: int = Field(9009, ge=0, le=65535, description="Port of the page on this machine; 0: a free one.")
+    groups: int = Field(8, ge=1, description="How many of the latest groups.")
+    refresh_seconds: int = Field(5, ge=1, description="How often the browser asks again.")
 
 
 def main() -> NoReturn:

@@ -45,7 +45,7 @@ _DATA_FIELDS = ("data_path", "val_data_path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class FixedParameter:
     """One sampling parameter with a fixed value, and its place: a line of the source, or a setting."""
 
     name: str
@@ -65,9 +65,9 @@ class Facts:
     servers: list[Mapping[str, Any]] = field(default_factory=list)
     chats: bool = False
     """True if every rollout that can be seen in the source is a chat, so that a chat template is needed."""
-    truncating: list[Given] = field(default_factory=list)
+    truncating: list[FixedParameter] = field(default_factory=list)
     """Parameters that make the sampled distribution differ from the model's."""
-    temperatures: list[Given] = field(default_factory=list)
+    temperatures: list[FixedParameter] = field(default_factory=list)
     stops: list[str] = field(default_factory=list)
     """Texts at which rollouts end, as far as they are constants or settings."""
     lenient: bool = False
@@ -112,15 +112,19 @@ def find_facts(server: str, flags: Sequence[str]) -> Facts | None:
         return facts
     facts.env = public_settings(command.env)
     facts.servers = [_server_facts(each) for each in command.servers]
-    given = [*reader.given(), *_given_by_settings(facts.env)]
-    facts.truncating = [one for one in given if one.name in TRUNCATING and one.value not in TRUNCATING[one.name]]
-    facts.temperatures = [one for one in given if one.name == "temperature"]
+    fixed = [*reader.fixed_parameters(), *_fixed_by_settings(facts.env)]
+    facts.truncating = [one for one in fixed if one.name in TRUNCATING and one.value not in TRUNCATING[one.name]]
+    facts.temperatures = [one for one in fixed if one.name == "temperature"]
     facts.stops = _texts(facts.env.get("stop")) + [
-        text for one in given if one.name == "stop" for text in _texts(one.value)
+        text for one in fixed if one.name == "stop" for text in _texts(one.value)
     ]
     facts.chats = _always_chats(reader, facts.env)
     paths = [(name, facts.env.get(name)) for name in _DATA_FIELDS]
     _render_chat(facts)
+    try:
+        command.env.check_names()
+    except AtroposError as error:
+        facts.error = str(error)
     facts.missing_files = [f"{name} {path}" for name, path in paths if path and not Path(str(path)).exists()]
     return facts
 
@@ -152,9 +156,9 @@ def _texts(stop: Any) -> list[str]:
     return [stop] if isinstance(stop, str) else [str(text) for text in stop or ()]
 
 
-def _given_by_settings(env: Mapping[str, Any]) -> list[Given]:
+def _fixed_by_settings(env: Mapping[str, Any]) -> list[FixedParameter]:
     named = [(name, env[name]) for name in sorted(SAMPLING_NAMES - {"stop"}) if env.get(name) is not None]
-    return [Given(name=name, value=value, where=f"env.{name}") for name, value in named]
+    return [FixedParameter(name=name, value=value, where=f"env.{name}") for name, value in named]
 
 
 def _always_chats(reader: CodeReader, env: Mapping[str, Any]) -> bool:
@@ -242,10 +246,10 @@ class CodeReader:
                     seen.add(name)
                     waiting.append(name)
 
-    def given(self) -> list[Given]:
+    def fixed_parameters(self) -> list[FixedParameter]:
         """Return the sampling parameters that rollouts give as constants."""
         return [
-            Given(name=name, value=value, where=f"{Path(place).name}:{line}")
+            FixedParameter(name=name, value=value, where=f"{Path(place).name}:{line}")
             for place, body in self._reached
             for node in ast.walk(body)
             for name, value, line in self._constants(node, self._module_constants[place])

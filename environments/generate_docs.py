@@ -20,12 +20,14 @@ from pydantic import BaseModel
 
 from atropos_api.common.cliconfig import ConfigError, nearest, run_cli
 from atropos_api.common.option_flags import Option, cell, list_options, option_table
+from atropos_api.common.prometheus import table as metric_table
 from environments.sdk import BaseEnv, ManagedSession, SequenceNode, scored_group, scored_item
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list
 from environments.sdk.environment import Environment
 from environments.sdk.groups import ScoredDataGroup
 from environments.sdk.rehearsal import Rehearsal
 from environments.sdk.runtime.cli import VERBS, EnvironmentCommand
+from environments.sdk.runtime.metrics import METRICS, PREFIX
 from environments.sdk.server_manager import ServerManager
 from environments.sdk.teacher import TeacherMixin
 from environments.tasks.data import FORMS, DataFields
@@ -72,6 +74,12 @@ QUESTIONS_INTRODUCTION: Final = """\
 ### Of environments with questions
 
 Of all below but `verifiers_server.py`; `arithmetic_server.py` makes its questions where none are named.
+"""
+
+METRICS_INTRODUCTION: Final = """\
+### Metrics of `serve`
+
+`--env.metrics-port N` serves these [for Prometheus](../howto/observe.md) at `http://127.0.0.1:N/metrics`.
 """
 
 SDK_INTRODUCTION: Final = """\
@@ -123,6 +131,8 @@ def environments_page() -> str:
         _forms_of_records(),
         "### Of the command itself\n",
         _table(option for option in list_options(EnvironmentCommand) if not option.group),
+        METRICS_INTRODUCTION,
+        metric_table(METRICS, PREFIX),
         *(_shipped(name, module) for name, module in modules.items()),
     ]
     return "\n".join(blocks)

@@ -36,9 +36,13 @@ class GSM8kEnvConfig(QuestionEnvConfig):
     """The configuration adds these settings to those of every environment with questions."""
 
     prompt_template: str | None = Field(
-        None, description="file with {question} in it, or r1_zero; default: a chat with a system prompt"
+        None, description="File with {question} in it, or r1_zero; default: a chat with a system prompt."
     )
-    format_score: float = Field(0.0, description="with a template: score of a wrong answer in the right form")
+    format_score: float = Field(0.0, description="With a template: score of a wrong answer in the right form.")
+
+    def check_names(self) -> None:
+        if self.prompt_template:
+            load_template(self.prompt_template)
 
 
 class GSM8kEnv(QuestionEnv):

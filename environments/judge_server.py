@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from atropos_api.common import metric_names as names
 from environments.rewards.gold_check import GoldItem
 from environments.rewards.pairwise import PairwiseReward
 from environments.sdk import APIServerConfig, BaseEnvConfig, EnvironmentsError, ScoredDataGroup, scored_group
@@ -65,20 +66,20 @@ class JudgeEnvConfig(QuestionEnvConfig):
     """The configuration adds these settings to those of every environment with questions."""
 
     judge_method: Literal["pairwise", "marks"] = Field(
-        "pairwise", description="compare all pairs of a group, or give each answer a mark"
+        "pairwise", description="Compare all pairs of a group, or give each answer a mark."
     )
-    judge_base_url: Address | None = Field(None, description="server of the judge; default: the model judges itself")
-    judge_model_name: str = Field("default", description="the judge's name there")
-    judge_server_type: ServerType = Field("openai", description="kind of server at judge_base_url")
-    judge_max_tokens: int = Field(512, ge=1, description="longest verdict in tokens, its reasons included")
+    judge_base_url: Address | None = Field(None, description="Server of the judge; default: the model judges itself.")
+    judge_model_name: str = Field("default", description="The judge's name there.")
+    judge_server_type: ServerType = Field("openai", description="Kind of server at judge_base_url.")
+    judge_max_tokens: int = Field(512, ge=1, description="Longest verdict in tokens, its reasons included.")
     judge_both_orders: bool = Field(
-        True, description="judge each pair in both orders, since judges prefer one position"
+        True, description="Judge each pair in both orders, since judges prefer one position."
     )
     rubric: str = Field(
         "It is correct, complete, clear, and no longer than it needs to be.",
-        description="criteria by which answers are judged",
+        description="Criteria by which answers are judged.",
     )
-    max_new_tokens: int = Field(512, ge=1, description="longest answer")
+    max_new_tokens: int = Field(512, ge=1, description="Longest answer.")
 
 
 class JudgeEnv(QuestionEnv):
@@ -159,8 +160,8 @@ class JudgeEnv(QuestionEnv):
 
     def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
         return {
-            "eval/judged": mean(sample["judged"] for sample in samples),
-            "eval/length_mean": mean(sample["tokens"] for sample in samples),
+            names.EVAL_JUDGED: mean(sample["judged"] for sample in samples),
+            names.EVAL_LENGTH_MEAN: mean(sample["tokens"] for sample in samples),
         }
 
     def chat(self, question: Question) -> list[dict[str, str]]:

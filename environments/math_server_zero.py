@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
+from atropos_api.common import metric_names as names
 from environments.rewards.answers import last_boxed
 from environments.rewards.math import AccuracyReward
 from environments.sdk import (
@@ -48,24 +49,27 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 class MathZeroEnvConfig(QuestionEnvConfig):
     """The configuration adds these settings to those of every environment with questions."""
 
-    prompt_template: str = Field("math_zero", description="file with {question} in it, or math_zero or r1_zero")
+    prompt_template: str = Field("math_zero", description="File with {question} in it, or math_zero or r1_zero.")
     start_tok_length: int = Field(
-        32000, ge=1, description="longest answer at the first step; grows to max_token_length"
+        32000, ge=1, description="Longest answer at the first step; grows to max_token_length."
     )
-    mask_too_long_completions: bool = Field(True, description="do not train on answers cut off by the length limit")
+    mask_too_long_completions: bool = Field(True, description="Do not train on answers cut off by the length limit.")
     percent_length_penalty: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="penalty on a right answer as long as the limit; a shorter one is penalised in proportion",
+        description="Penalty on a right answer as long as the limit; a shorter one is penalised in proportion.",
     )
-    run_evaluation: bool = Field(True, description="false: load no evaluation set and report none")
-    eval_sets: list[str] = Field(list(EVAL_SETS), description="which of the evaluation sets are used")
-    aime_2024: str = Field(EVAL_SETS["aime_2024"], description="a file, a folder or a Hugging Face name")
-    math_500: str = Field(EVAL_SETS["math_500"], description="the same")
-    amc23: str = Field(EVAL_SETS["amc23"], description="the same")
-    minervamath: str = Field(EVAL_SETS["minervamath"], description="the same")
-    olympiadbench: str = Field(EVAL_SETS["olympiadbench"], description="the same")
+    run_evaluation: bool = Field(True, description="false: load no evaluation set and report none.")
+    eval_sets: list[str] = Field(list(EVAL_SETS), description="Which of the evaluation sets are used.")
+    aime_2024: str = Field(EVAL_SETS["aime_2024"], description="A file, a folder or a Hugging Face name.")
+    math_500: str = Field(EVAL_SETS["math_500"], description="The same.")
+    amc23: str = Field(EVAL_SETS["amc23"], description="The same.")
+    minervamath: str = Field(EVAL_SETS["minervamath"], description="The same.")
+    olympiadbench: str = Field(EVAL_SETS["olympiadbench"], description="The same.")
+
+    def check_names(self) -> None:
+        load_template(self.prompt_template)
 
     @field_validator("eval_sets")
     @classmethod
@@ -197,7 +201,9 @@ class MathZeroEnv(QuestionEnv):
         """Return the metrics over all questions, and the accuracy of each evaluation set."""
         subsets = dict.fromkeys(sample["subset"] for sample in samples)
         by_set = {
-            f"eval/accuracy_{name}": mean(s["answer_reward"] for s in samples if s["subset"] == name)
+            names.EVAL_ACCURACY_OF_SET.format(set=name): mean(
+                s["answer_reward"] for s in samples if s["subset"] == name
+            )
             for name in subsets
         }
         return {**super().evaluation_metrics(samples), **by_set}

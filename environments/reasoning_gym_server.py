@@ -50,9 +50,9 @@ class ReasoningGymMissing(EnvironmentsError):
 class ReasoningGymEnvConfig(QuestionEnvConfig):
     """The configuration adds these settings to those of every environment with questions."""
 
-    dataset: str = Field("chain_sum", description="name of a task of reasoning-gym")
-    dataset_options: str = Field("{}", description="the task's own settings, as JSON")
-    eval_problems: int = Field(200, ge=1, description="problems in an evaluation")
+    dataset: str = Field("chain_sum", description="Name of a task of reasoning-gym.")
+    dataset_options: str = Field("{}", description="The task's own settings, as JSON.")
+    eval_problems: int = Field(200, ge=1, description="Problems in an evaluation.")
 
     @field_validator("dataset_options")
     @classmethod

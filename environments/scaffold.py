@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError("atropos env init takes one argument, the NAME of the environment")
     folder = write_environment(argv[0].replace("-", "_"), Path.cwd())
     sys.stdout.write(
-        f"{folder}: now `pip install -e {folder}` and `pytest {folder}`; "
+        f"{folder}: now `pip install -e '{folder}[dev]'` and `pytest {folder}`; "
         f"`cd {folder} && atropos-grpo-run --config run.yaml` trains with it\n"
     )
     return 0

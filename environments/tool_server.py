@@ -29,6 +29,7 @@ from environments.sdk import (
     scored_item,
 )
 from environments.sdk.groups import group_items
+from environments.sdk.progress import note_event
 from environments.tasks.data import Question
 from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, require_room, run_all
 
@@ -54,15 +55,17 @@ TOKENS_AROUND_MESSAGE = 32
 class ToolEnvConfig(QuestionEnvConfig):
     """The configuration adds these settings to those of every environment with questions."""
 
-    max_turns: int = Field(4, ge=1, description="model turns in one chat; code in the last turn is not run")
-    max_new_tokens: int = Field(512, ge=1, description="longest single answer")
-    tool_seconds: float = Field(10, gt=0, description="time that one run of code may take")
-    tool_memory_mb: int = Field(512, ge=64, description="memory that its processes and files may take together, in MiB")
-    tool_processes: int = Field(8, ge=1, description="runs of code at once")
+    max_turns: int = Field(4, ge=1, description="Model turns in one chat; code in the last turn is not run.")
+    max_new_tokens: int = Field(512, ge=1, description="Longest single answer.")
+    tool_seconds: float = Field(10, gt=0, description="Time that one run of code may take.")
+    tool_memory_mb: int = Field(
+        512, ge=64, description="Memory that its processes and files may take together, in MiB."
+    )
+    tool_processes: int = Field(8, ge=1, description="Runs of code at once.")
     require_isolation: bool = Field(
         True,
-        description="refuse to start where code cannot be isolated; if false, a model's code may there read and "
-        "change everything that this user may, send it anywhere, and end this user's programs",
+        description="Refuse to start where code cannot be isolated; if false, a model's code may there read and "
+        "change everything that this user may, send it anywhere, and end this user's programs.",
     )
 
 
@@ -143,7 +146,9 @@ class ToolEnv(QuestionEnv):
         except (json.JSONDecodeError, KeyError, TypeError):
             code = None
         if isinstance(code, str):
+            note_event("tool python: running")
             text = (await self.python.run(code)).as_text()
+            note_event("tool python: done")
         else:
             text = 'Error: the only tool is python, its arguments are {"code": "..."}'
         return {"role": "tool", "tool_call_id": made.id, "name": made.function.name, "content": text}

@@ -27,6 +27,7 @@ from typing import Any, Self
 
 from pydantic import Field, field_validator
 
+from atropos_api.common import metric_names as names
 from atropos_api.common.concurrency import run_blocking
 from environments.sdk import (
     APIServerConfig,
@@ -58,13 +59,13 @@ class VerifiersRolloutFailed(EnvironmentsError):
 class VerifiersEnvConfig(BaseEnvConfig):
     """The configuration names the environment to run and its settings."""
 
-    environment: str = Field("", description="name of an installed verifiers environment, or a Python file with one")
-    environment_options: str = Field("{}", description="what its load_environment takes, as JSON")
-    max_new_tokens: int = Field(1024, ge=1, description="tokens that one turn may sample")
-    temperature: float = Field(1.0, gt=0, description="temperature of training rollouts")
-    eval_problems: int = Field(100, ge=1, description="problems in an evaluation")
-    eval_temperature: float = Field(0.0, ge=0, description="temperature of evaluations; 0: greedy")
-    seed: int = Field(0, description="seed of the order of problems")
+    environment: str = Field("", description="Name of an installed verifiers environment, or a Python file with one.")
+    environment_options: str = Field("{}", description="What its load_environment takes, as JSON.")
+    max_new_tokens: int = Field(1024, ge=1, description="Tokens that one turn may sample.")
+    temperature: float = Field(1.0, gt=0, description="Temperature of training rollouts.")
+    eval_problems: int = Field(100, ge=1, description="Problems in an evaluation.")
+    eval_temperature: float = Field(0.0, ge=0, description="Temperature of evaluations; 0: greedy.")
+    seed: int = Field(0, description="Seed of the order of problems.")
 
     @field_validator("environment_options")
     @classmethod
@@ -120,9 +121,11 @@ class VerifiersEnv(BaseEnv):
         metrics = sorted({name for sample in samples for name in sample["metrics"]})
         await self.evaluate_log(
             {
-                "eval/reward": mean(sample["reward"] for sample in samples),
+                names.EVAL_REWARD: mean(sample["reward"] for sample in samples),
                 **{
-                    f"eval/{name}": mean(s["metrics"][name] for s in samples if name in s["metrics"])
+                    names.EVAL_OTHER.format(name=name): mean(
+                        s["metrics"][name] for s in samples if name in s["metrics"]
+                    )
                     for name in metrics
                 },
             },

@@ -25,7 +25,7 @@ from atropos_api.client.events import explain_drops
 from atropos_api.common.concurrency import Wait
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.files import write_whole
-from atropos_api.wire import Batch, PolicyUpdate, RunInfo, RunRequest
+from atropos_api.wire import Batch, PolicyUpdate, RunInfo, RunRequest, ServerSet
 from atropos_api.wire.columns import MAGIC, pack_body
 from atropos_api.wire.columns_groups import NotColumnar, decode_batch, encode_group
 from example_trainer.errors import BadBatch, BatchTimeout, TrainerError
@@ -59,7 +59,7 @@ def read_batch(path: Path) -> Batch:
 
 def encode_batch(batch: Batch) -> bytes:
     """Return the batch as bytes, in the columns form if possible and else as JSON."""
-    head = msgspec.json.encode({"number": batch.number, "run_id": batch.run_id})
+    head = msgspec.json.encode({"number": batch.number, "run_id": batch.run_id, "policy": batch.policy})
     try:
         return pack_body(head, [encode_group(group) for group in batch.groups])
     except NotColumnar:
@@ -82,6 +82,11 @@ class BrokerSession:
         self._rank = rank
         self._world_size = world_size
         self._info: RunInfo | None = None
+
+    @property
+    def begun(self) -> RunInfo | None:
+        """The run, once it has been begun."""
+        return self._info
 
     @property
     def info(self) -> RunInfo:
@@ -131,10 +136,17 @@ class BrokerSession:
             logger.debug("the broker's status is unavailable: %s", error)
             return []
 
-    def announce_policy(self, version: int, step: int, policy_name: str | None = None) -> None:
+    def get_servers(self, policy: str | None = None) -> ServerSet:
+        """Return the inference servers that are registered at the broker, of one policy or of all."""
+        return self._client.get_servers(policy)
+
+    def announce_policy(
+        self, version: int, step: int, policy_name: str | None = None, servers: Sequence[str] | None = None
+    ) -> None:
         """Tell the broker that servers now sample under `version`, made by `step`.
 
-        `policy_name` is the model name that clients must request for it, None if the name does not change.
+        `policy_name` is the model name that clients must request for it, None if the name does not change. `servers`
+        are the leases of the registered servers that have been proven to serve it.
         """
         self._client.update_policy(
             PolicyUpdate(
@@ -144,6 +156,7 @@ class BrokerSession:
                 published_at=time.time(),
                 epoch=self.info.epoch,
                 policy_name=policy_name,
+                servers=None if servers is None else list(servers),
             )
         )
 

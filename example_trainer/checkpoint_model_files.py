@@ -1,8 +1,8 @@
 """The model files of a checkpoint, and the sizes and checksums by which damage to its files is found.
 
 The model is written in Hugging Face's layout, or PEFT's for an adapter, with tokenizer and model card. A checkpoint
-gets its name by a rename, so on its own disk it is either complete or absent. `seal` and `broken_seal` detect damage
-after that: an interrupted copy, a full disk, a changed byte.
+gets its name by a rename, so on its own disk it is either complete or absent. `file_checksums` and `damaged_file` find
+what happens to it after that: an interrupted copy, a full disk, a changed byte.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from example_trainer.state import TrainerState
 
 
-def seal(directory: Path) -> dict[str, dict[str, Any]]:
+def file_checksums(directory: Path) -> dict[str, dict[str, Any]]:
     """Return the size and checksum of each file in a directory, as `{file: {bytes, blake3}}`."""
     return {
         path.name: {"bytes": path.stat().st_size, "blake3": _checksum(path)}
@@ -33,16 +33,16 @@ def seal(directory: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def broken_seal(directory: Path, sealed: Mapping[str, Mapping[str, Any]]) -> str | None:
+def damaged_file(directory: Path, checksums: Mapping[str, Mapping[str, Any]]) -> str | None:
     """Return the first fault in the files of a directory, or None; sizes are compared before any file is read."""
-    for name, expected in sealed.items():
+    for name, expected in checksums.items():
         path = directory / name
         if not path.is_file():
             return f"{name} is missing"
         size = path.stat().st_size
         if size != expected["bytes"]:
             return f"{name} has {size} of {expected['bytes']} bytes"
-    for name, expected in sealed.items():
+    for name, expected in checksums.items():
         if _checksum(directory / name) != expected["blake3"]:
             return f"{name} has changed since it was written"
     return None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -20,7 +19,8 @@ from pathlib import Path
 from pickle import UnpicklingError  # torch raises it; the only unpickling is torch.load(weights_only=True)
 from typing import TYPE_CHECKING, Any
 
-from example_trainer.checkpoint_model_files import StoredTensors, broken_seal, model_card, seal, write_model
+from atropos_api.common.files import move_link, sync_path, write_directory
+from example_trainer.checkpoint_model_files import StoredTensors, damaged_file, file_checksums, model_card, write_model
 from example_trainer.errors import CheckpointError
 from example_trainer.state import ObjectiveState, RandomState, Stateful, TrainerState, restore_random
 
@@ -71,17 +71,14 @@ def save_checkpoint(
     Raises `CheckpointError` if the disk refuses; earlier checkpoints are then unchanged.
     """
     target = root / f"{PREFIX}{state.step}"
-    partial = root / f".{PREFIX}{state.step}.part"
+    tensors = {"optimizer": optimizer.state_dict(), "random": random, "objective": objective}
     try:
         root.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(root)
-        partial.mkdir()
-        _write_files(
-            partial, state, policy, {"optimizer": optimizer.state_dict(), "random": random, "objective": objective}
-        )
-        _put_in_place(partial, target)
-        _point(root / LATEST, target.name)
-        _sync(root)
+        with write_directory(target, synced=True) as partial:
+            _write_files(partial, state, policy, tensors)
+        move_link(root / LATEST, target.name)
+        sync_path(root)
     except OSError as error:
         raise CheckpointError(f"cannot write {target}: {error}; free the space or set --save-path") from error
     if keep_last:
@@ -96,7 +93,7 @@ def link_as_course(root: Path, *, final: str | None = None) -> None:
             link.unlink()  # its checkpoint was pruned
     wanted = {COURSE_PREFIX + path.name.removeprefix(PREFIX): path.name for path in list_checkpoints(root)}
     for name, target in (wanted | ({COURSE_FINAL: final} if final else {})).items():
-        _point(root / name, target)
+        move_link(root / name, target)
 
 
 def find_checkpoint(resume: str | None, root: Path) -> Path | None:
@@ -131,8 +128,9 @@ def note_begun(config: TrainingConfig, run_id: str, version: int) -> None:
     partial = root / f".{BEGUN_FILE}.part"
     content = {"name": config.name, "run_id": run_id, "version": version}
     partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    _sync(partial)
+    sync_path(partial)
     partial.rename(root / BEGUN_FILE)
+    sync_path(root)  # else a power failure could bring back the older record, and the version would be used again
 
 
 def begun_version(config: TrainingConfig) -> int | None:
@@ -148,7 +146,7 @@ def fault_of(checkpoint: Path) -> str | None:
     """Return the reason why a checkpoint cannot be resumed from, or None if it is undamaged."""
     try:
         state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        return broken_seal(checkpoint, state["files"])
+        return damaged_file(checkpoint, state["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{STATE_FILE} cannot be read ({type(error).__name__}: {error})"
 
@@ -162,7 +160,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 def read_state(checkpoint: Path) -> TrainerState:
     try:
         saved = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        # A field with a default may be missing: it is younger than the checkpoint.
+        # A field with a default may be missing: it was introduced after the checkpoint was written.
         return TrainerState(**{name: saved[name] for name in TrainerState.__slots__ if name in saved})
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
@@ -191,7 +189,10 @@ def restore(
     """
     import torch
 
+    from example_trainer.modeling.loading import refuse_nonfinite
+
     tensors = StoredTensors(checkpoint)
+    refuse_nonfinite(((name, tensors[name]) for name in policy.masters if name in tensors), f"--resume {checkpoint}")
     try:
         saved = torch.load(
             checkpoint / TENSOR_STATE_FILE, map_location="cpu", weights_only=True, mmap=policy.is_sharded
@@ -245,48 +246,21 @@ def _newest_whole(root: Path) -> Path | None:
 
 
 def _write_files(directory: Path, state: TrainerState, policy: Policy, tensors: dict[str, Any]) -> None:
-    """Write and sync all files of a checkpoint; the state file comes last, since it holds the others' checksums."""
+    """Write all files of a checkpoint; the state file comes last, since it holds the others' checksums."""
     import torch
 
     write_model(directory, policy)
     torch.save(tensors, directory / TENSOR_STATE_FILE)
     card = model_card(state, policy.tokenizer_name, adapter=policy.has_adapter)
     (directory / CARD_FILE).write_text(card, encoding="utf-8")
-    text = json.dumps({**asdict(state), "batch": state.batch, "files": seal(directory)}, indent=2)
+    text = json.dumps({**asdict(state), "batch": state.batch, "files": file_checksums(directory)}, indent=2)
     (directory / STATE_FILE).write_text(text + "\n", encoding="utf-8")
-    for path in directory.iterdir():
-        _sync(path)
-    _sync(directory)
-
-
-def _put_in_place(partial: Path, target: Path) -> None:
-    """Rename a written checkpoint to its final name; an older one of that name is removed only afterwards."""
-    old = target.with_name(f".{target.name}.old")
-    if target.exists():
-        target.rename(old)
-    partial.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _remove_leftovers(root: Path) -> None:
     """Remove the temporary directories of a process that was killed while it wrote a checkpoint."""
     for path in root.glob(f".{PREFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _point(link: Path, name: str) -> None:
-    partial = link.with_name(f".{link.name}.part")
-    partial.unlink(missing_ok=True)
-    partial.symlink_to(name, target_is_directory=True)
-    partial.rename(link)
 
 
 def _prune(root: Path, keep_last: int) -> None:

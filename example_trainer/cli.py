@@ -15,7 +15,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -23,8 +24,10 @@ from typing import TYPE_CHECKING, NoReturn
 from pydantic import Field
 
 from atropos_api.common.cliconfig import ConfigError, load_config, run_cli
-from atropos_api.common.logs import setup_logging
+from atropos_api.common.files import RecentLines
+from atropos_api.common.logs import LogContext, setup_logging
 from atropos_api.common.secrets import TokenSource, public_settings
+from atropos_api.common.tracing import open_tracing
 from example_trainer.config import TrainingConfig, settings_from
 from example_trainer.launcher.base_model import require_model
 from example_trainer.launcher.run_dir import provenance, require_writable, write_json
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from atropos_api.client import BrokerClient
     from example_trainer.api import BrokerSession
     from example_trainer.distributed.ranks import Ranks
+    from example_trainer.monitoring.broker_reports import RunReporter
     from example_trainer.monitoring.trackers import RunTrackers
     from example_trainer.weights.base import WeightBridge
 
@@ -52,6 +56,8 @@ DESCRIPTION = (
 
 STOPPED_BY_HEALTH = 3
 """Exit code of a run that `--stop-on` ended."""
+
+REPORT_TIMEOUT_SECONDS = 5.0
 
 LEADER_MARGIN_SECONDS = 600.0
 """Extra time that other ranks wait for rank 0, beyond its own waits, so that it can export or hold a policy."""
@@ -115,19 +121,23 @@ def run(argv: list[str]) -> int:
         TrainerCommand, own, prog=PROG, description=DESCRIPTION, defaults=settings_from(os.environ) | settings
     )
     asked = TrainingConfig(**command.model_dump(exclude={"dry_run"}, exclude_unset=True))
-    choice = preflight(asked, starts_server=not asked.mode.server_outlives_publish)
+    choice = preflight(asked, starts_server=not asked.servers_outlive_publish)
     config = settle_run_dir(with_changes(asked, choice.changes))
     if command.dry_run:
         sys.stdout.write(json.dumps(public_settings(config), indent=2) + "\n")
+        sys.stderr.writelines(f"{warning}\n" for warning in config.warnings())
         return 0
     require_model(config.model_name)
-    setup_logging("trainer" if config.world_size == 1 else f"trainer {config.trainer_rank}")
+    if config.ref_model is not None:
+        require_model(config.ref_model, "--ref-model")
+    name = "trainer" if config.world_size == 1 else f"trainer {config.trainer_rank}"
+    logs = setup_logging(name, form=config.log_format)
     silence_unused_kernels(config)
     if choice.sentence:
         logger.info("%s", choice.sentence)
     for warning in config.warnings():
         logger.warning("%s", warning)
-    return _train(config)
+    return _train(config, logs)
 
 
 def silence_unused_kernels(config: TrainingConfig) -> None:
@@ -151,7 +161,7 @@ def settle_run_dir(config: TrainingConfig) -> TrainingConfig:
     return config.model_copy(update={"run_dir": Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"})
 
 
-def _train(config: TrainingConfig) -> int:
+def _train(config: TrainingConfig, logs: LogContext) -> int:
     from atropos_api.client import BrokerClient
     from example_trainer.api import BrokerSession
 
@@ -170,12 +180,13 @@ def _train(config: TrainingConfig) -> int:
             timeout_seconds=config.batch_timeout + config.wait_timeout + LEADER_MARGIN_SECONDS,
             tensor_parallel_size=config.trainer_tensor_parallel_size,
         ) as ranks:
-            return _train_in(session if ranks.world_size == 1 else ranked_session(config, client, ranks), config, ranks)
+            own = session if ranks.world_size == 1 else ranked_session(config, client, ranks)
+            return _train_in(own, config, ranks, logs)
     finally:
         session.close()
 
 
-def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks) -> int:
+def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks, logs: LogContext) -> int:
     import torch
 
     from example_trainer.trainers import Trainer
@@ -186,10 +197,11 @@ def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks) -> i
     config = config.model_copy(update={"run_dir": ranks.on_main(lambda: config.required_run_dir)})
     ranks.on_main(lambda: prepare_directories(config))
     ranks.on_main(lambda: record_config(config))
-    bridge = _bridge(config, ranks)
+    bridge = _bridge(config, ranks, session)
     stop = StopFlag()
+    tracing = open_tracing(config.otlp_traces_endpoint if ranks.is_main else None, service="atropos-trainer")
     try:
-        with stop.listening():
+        with closing(tracing), stop.listening():
             trainer = Trainer(
                 config,
                 session=session,
@@ -197,7 +209,10 @@ def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks) -> i
                 trackers=run_trackers(config, writes=ranks.is_main),
                 should_stop=stop.is_set,
                 ranks=ranks,
+                reporter=run_reporter(config) if ranks.is_main else None,
+                tracing=tracing,
             )
+            logs.describe(trainer.log_fields)
             trainer.set_up()
             stop.training = True
             finished = trainer.train()
@@ -216,14 +231,17 @@ def ranked_session(config: TrainingConfig, client: BrokerClient, ranks: Ranks) -
     return RankedSession(client, ranks, all_see_whole=config.advantage_norm == "batch")
 
 
-def _bridge(config: TrainingConfig, ranks: Ranks) -> WeightBridge:
-    from example_trainer.weights.factory import make_bridge, policy_options
+def _bridge(config: TrainingConfig, ranks: Ranks, session: BrokerSession) -> WeightBridge:
+    from example_trainer.modeling.loading import policy_options
+    from example_trainer.weights.factory import make_bridge
 
     if ranks.world_size == 1:
-        return make_bridge(config)
+        return make_bridge(config, registry=session)
+    from example_trainer.distributed.collective_publish import CollectiveWeightSource
     from example_trainer.distributed.rank0_proxy import RankedBridge
 
-    return RankedBridge(make_bridge(config) if ranks.is_main else None, policy_options(config), ranks)
+    own = make_bridge(config, partial(CollectiveWeightSource, ranks), registry=session) if ranks.is_main else None
+    return RankedBridge(own, policy_options(config), ranks, by_bucket=config.broadcasts)
 
 
 def run_trackers(config: TrainingConfig, *, writes: bool = True) -> RunTrackers:
@@ -238,6 +256,10 @@ def run_trackers(config: TrainingConfig, *, writes: bool = True) -> RunTrackers:
 
     directory = config.required_run_dir
     openers: list[Callable[[], Tracker]] = []
+    if config.metrics_port is not None:
+        from example_trainer.monitoring.prometheus import PrometheusTracker
+
+        openers.append(partial(PrometheusTracker, config.metrics_host, config.metrics_port))
     if config.benchmark:
         openers.append(SummaryTracker)
     if config.tensorboard:
@@ -253,6 +275,18 @@ def run_trackers(config: TrainingConfig, *, writes: bool = True) -> RunTrackers:
             )
         )
     return RunTrackers(directory, openers, writes=writes)
+
+
+def run_reporter(config: TrainingConfig) -> RunReporter:
+    """Return the reporter of what the broker's page shows; it has a connection of its own, and never retries."""
+    from atropos_api.client import BrokerClient
+    from example_trainer.monitoring.broker_reports import KEPT_LINES, MOST_BYTES, TRAINED_FILE, RunReporter
+
+    token = TokenSource.settle(config.atropos_token, config.atropos_token_file, os.environ, flag="--atropos-token-file")
+    client = BrokerClient(config.atropos_url, token=token, timeout_seconds=REPORT_TIMEOUT_SECONDS, retry_seconds=0.0)
+    path = config.required_run_dir / TRAINED_FILE
+    record = RecentLines(path, keep=KEPT_LINES, most_bytes=MOST_BYTES) if config.recorded_tokens else None
+    return RunReporter(client, world_size=config.world_size, record=record)
 
 
 def prepare_directories(config: TrainingConfig) -> None:

@@ -7,7 +7,7 @@ sampled; at a trained token it is an error.
 
 Sequences without a learning signal are left out: groups without reward differences, `set_advantage_to_zero`, rows
 without a trained token, rows longer than `--seq-len` (unless these are cut), and truncated answers if those are masked.
-Their rewards stay in their group's baseline.
+Their rewards stay in their group's baseline. Absent members of closed groups are taken out before, rewards too.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atropos_api.wire import Batch, Group
-from example_trainer.config import TrainingConfig
 from example_trainer.errors import BadBatch, MissingLogprobs
 from example_trainer.group_optional_fields import (
     FloatArray,
     IntArray,
     Teacher,
+    override_of,
     supplied_advantages,
     supplied_reference,
     supplied_teacher,
@@ -46,6 +46,7 @@ from example_trainer.objective.advantages import (
     shuffle,
 )
 from example_trainer.objective.losses import Targets
+from example_trainer.options.training_options import TrainingOptions
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +65,8 @@ class Candidate:
     versions: IntArray
     version_bounds: IntArray
     group: int
+    sample: int
+    """Index of the sequence in its group."""
     advantage: float = 0.0
 
     def cut(self, length: int) -> None:
@@ -122,7 +125,7 @@ class TrainingBatch:
     """Mean of the (negative) length penalties; `rewards` do not include it."""
 
 
-def data_settings(config: TrainingConfig) -> DataSettings:
+def data_settings(config: TrainingOptions) -> DataSettings:
     raw_rewards = config.loss_type == "no_baseline"
     return DataSettings(
         max_tokens=config.seq_len,
@@ -144,12 +147,16 @@ def data_settings(config: TrainingConfig) -> DataSettings:
     )
 
 
-def prepare_batch(batch: Batch, settings: DataSettings, *, whole: Batch | None = None) -> TrainingBatch:
+def prepare_batch(
+    batch: Batch, settings: DataSettings, *, whole: Batch | None = None, absent: int = 0
+) -> TrainingBatch:
     """Check a batch and convert it into training data; a pure function of the arguments.
 
-    `whole` is the full batch of which `batch` is one rank's share; only a std over the whole batch needs it.
+    `whole` is the full batch of which `batch` is one rank's share; only a std over the whole batch needs it. `absent`
+    is the number of sequences that `leave_out_absent` took out of it.
     """
     counts = dict.fromkeys(("overlong", "truncated", "no_signal", "no_trained_token", "zeroed"), 0)
+    counts["absent"] = absent
     read = [
         [_read_sequence(group, number, index, settings) for index in range(len(group.tokens))]
         for number, group in enumerate(batch.groups)
@@ -197,8 +204,7 @@ def _scores(group: Group, settings: DataSettings) -> list[float]:
 
 def find_temperature(group: Group, index: int) -> float:
     """Return one sequence's sampling temperature, from its override, generation_params, group_overrides, or else 1."""
-    overrides = (group.overrides or [])[index : index + 1]
-    for source in (*overrides, group.generation_params, group.group_overrides):
+    for source in (override_of(group, index), group.generation_params, group.group_overrides):
         if isinstance(source, Mapping) and source.get("temperature") is not None:
             return _checked_temperature(source["temperature"], where(group, index))
     return DEFAULT_TEMPERATURE
@@ -260,6 +266,7 @@ def _read_sequence(group: Group, number: int, index: int, settings: DataSettings
         versions=versions,
         version_bounds=np.where(versions == UNKNOWN_VERSION, bound, versions),
         group=number,
+        sample=index,
     )
 
 
@@ -295,8 +302,7 @@ def _versions(group: Group, index: int, length: int) -> IntArray:
 
 
 def _is_zeroed(group: Group, index: int) -> bool:
-    override = group.overrides[index] if group.overrides and index < len(group.overrides) else None
-    return bool(override and override.get("set_advantage_to_zero"))
+    return bool(override_of(group, index).get("set_advantage_to_zero"))
 
 
 def _advantage(group: Group, index: int, values: Tensor, candidate: Candidate) -> float:
@@ -342,7 +348,14 @@ def _rows(kept: Sequence[Candidate]) -> list[Row]:
     rows: list[Row] = []
     first = 0
     for candidate in kept:
-        rows.append(Row(tokens=candidate.tokens, targets=candidate.targets, first_target=first, group=candidate.group))
+        row = Row(
+            tokens=candidate.tokens,
+            targets=candidate.targets,
+            first_target=first,
+            group=candidate.group,
+            sample=candidate.sample,
+        )
+        rows.append(row)
         first += len(candidate.targets)
     return rows
 

@@ -29,6 +29,10 @@ class UnsupportedModel(TrainerError):
     """The model computes something that the trainer does not support."""
 
 
+class NonfiniteWeights(TrainerError):
+    """A model or checkpoint has weights that are NaN or infinite."""
+
+
 class WrongDtype(TrainerError):
     """Weights of this dtype cannot be trained with these settings, or the server computes in another one."""
 
@@ -47,6 +51,10 @@ class UnusableLoss(TrainerError):
 
 class OptimizerUnavailable(TrainerError):
     """The optimizer asked for needs a package that is not installed, or is the user's own and does not work."""
+
+
+class KernelsUnusable(TrainerError):
+    """The kernels asked for cannot be had here, or do not compute what plain operations compute."""
 
 
 class CheckpointError(TrainerError):
@@ -114,3 +122,7 @@ class ProofFailed(TrainerError):
 
 class CannotServe(TrainerError):
     """The server cannot start with the given settings."""
+
+
+class WorkerFailed(TrainerError):
+    """A worker process of vLLM could not do as the server asked."""

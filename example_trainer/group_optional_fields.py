@@ -6,12 +6,15 @@ function returns the values at the trained positions of one sequence, or None if
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from atropos_api.wire import Group
+from atropos_api.wire import Batch, Group
+from atropos_api.wire.groups import ABSENT, OPTIONAL_PER_SEQUENCE
 from example_trainer.errors import BadBatch
 
 FloatArray = NDArray[np.float32]
@@ -51,6 +54,31 @@ def supplied_teacher(group: Group, index: int, targets: IntArray, length: int) -
             "tokens; send one list a token"
         )
     return _padded(group, index, [_listed(ids[at]) for at in targets], [_listed(logprobs[at]) for at in targets])
+
+
+def leave_out_absent(batch: Batch) -> tuple[Batch, int]:
+    """Return the batch without the rows of absent members, and their number.
+
+    A baseline over the others alone is that of a group that had been collected with so many members.
+    """
+    groups = [_present(group) for group in batch.groups]
+    absent = sum(len(before.tokens) - len(after.tokens) for before, after in zip(batch.groups, groups, strict=True))
+    return (replace(batch, groups=groups) if absent else batch), absent
+
+
+def _present(group: Group) -> Group:
+    rows = [index for index in range(len(group.tokens)) if not override_of(group, index).get(ABSENT)]
+    if len(rows) == len(group.tokens):
+        return group
+    keys = ("tokens", "masks", "scores", *OPTIONAL_PER_SEQUENCE)
+    kept = {key: [values[at] for at in rows] for key in keys if (values := getattr(group, key))}
+    return replace(group, **kept)
+
+
+def override_of(group: Group, index: int) -> Mapping[str, Any]:
+    """Return what the environment has overridden for one sequence."""
+    found = group.overrides[index] if group.overrides and index < len(group.overrides) else None
+    return found or {}
 
 
 def where(group: Group, index: int) -> str:

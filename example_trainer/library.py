@@ -27,6 +27,7 @@ from example_trainer.modeling.optimizers import LearningRate, OptimizerSettings,
 from example_trainer.modeling.policy import Policy
 from example_trainer.objective.advantages import AdvantageSettings, compute_advantages
 from example_trainer.objective.losses import LossInputs, LossSettings, token_losses, token_weights
+from example_trainer.options.layout import DistributedLayout
 
 __all__ = [
     "AdvantageSettings",
@@ -34,6 +35,7 @@ __all__ = [
     "ChatDataCollator",
     "ChatDataset",
     "ChatSample",
+    "DistributedLayout",
     "LearningRate",
     "LossInputs",
     "LossSettings",

@@ -21,11 +21,14 @@ if __package__ in {None, ""}:
 
 import yaml
 
-from atropos_api.common.cliconfig import run_cli
-from atropos_api.common.secrets import redact
+from atropos_api.common.cliconfig import ConfigError, run_cli
+from atropos_api.common.secrets import redact, redact_arguments
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from example_trainer.launcher.launch import Launch
+    from example_trainer.launcher.run_file import RunSettings
 
 
 SUMMARY_WIDTH = 100
@@ -51,11 +54,12 @@ def run(argv: list[str]) -> int:
     if settings.trainer.dry_run:
         sys.stdout.write(describe(launch))
         return 0
-    return carry_out(launch)
+    _refuse_large(settings)
+    return carry_out(launch, argv)
 
 
-def carry_out(launch: Launch) -> int:
-    """Run the launch and print its summary, or the error that ended it."""
+def carry_out(launch: Launch, argv: Sequence[str]) -> int:
+    """Run the launch and print its summary, or the error that ended it with the command that goes on from there."""
     from rich.console import Console
 
     from example_trainer.launcher.launch import Interrupted
@@ -69,10 +73,23 @@ def carry_out(launch: Launch) -> int:
         summary = launch.go()
     except (ChildFailed, Interrupted) as error:
         sys.stderr.write(f"atropos-grpo-run: error: {error}\n")
+        if launch.run.metrics.exists():
+            sys.stderr.write(f"atropos-grpo-run: to go on from its last checkpoint: {resume_command(argv, launch)}\n")
         return error.exit_code
     Console(width=SUMMARY_WIDTH).print(as_table(summary))
     sys.stdout.write("\n".join([*launch.notes, *places_of(launch)]) + "\n")
     return 0
+
+
+def resume_command(argv: Sequence[str], launch: Launch) -> str:
+    """Return the command line that continues this run; secrets in it are masked."""
+    words, skipped = [], False
+    for word in redact_arguments(argv):
+        replaced = word.partition("=")[0].replace("_", "-") in {"--run-dir", "--resume"}
+        if not replaced and not skipped:
+            words.append(word)
+        skipped = replaced and "=" not in word
+    return shlex.join(["atropos-grpo-run", *words, "--run-dir", str(launch.run.root), "--resume", "auto"])
 
 
 def places_of(launch: Launch) -> list[str]:
@@ -92,7 +109,7 @@ def describe(launch: Launch) -> str:
     from example_trainer.launcher.run_dir import as_plain_data
 
     plan = dry_plan(launch)
-    blocks = [f"run directory: {launch.run.root}", *launch.settings.remarks]
+    blocks = [f"run directory: {launch.run.root}", *launch.settings.remarks, *_layout_of(launch)]
     for spec in (*(base.spec for base in local_bases(launch.settings)), *plan.children):
         shown = redact(spec.environment)
         added = "".join(f"{name}={shlex.quote(value)} " for name, value in shown.items())
@@ -101,6 +118,21 @@ def describe(launch: Launch) -> str:
         indented = "".join(f"\n    {line}" for line in text.splitlines())
         blocks.append(f"{spec.name}:\n  {added}{shlex.join(spec.command)}{indented}")
     return "\n".join(blocks) + "\n"
+
+
+def _refuse_large(settings: RunSettings) -> None:
+    """Raise `ConfigError` for a layout of more than the one trainer process that the launcher starts."""
+    if settings.layout is not None and settings.layout.world_size > 1:
+        raise ConfigError(
+            f"placement: the layout has {settings.layout.world_size} workers, and atropos-grpo-run starts one trainer "
+            "process on this host; start the others with torchrun, and servers with vllm_api_server --broker-url "
+            "(docs/howto/servers-that-come-and-go.md)"
+        )
+
+
+def _layout_of(launch: Launch) -> list[str]:
+    layout = launch.settings.layout
+    return [] if layout is None else [f"{layout.describe()}\nworkers: {', '.join(layout.worker_names)}"]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""The state of a training run: the part that a checkpoint stores, and the live progress of the loop."""
+"""The state of a training run: the part that a checkpoint stores, the live progress of the loop, and its phases."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -83,3 +86,29 @@ class Progress:
     """Metrics of the last step that are known before its publish."""
     health: dict[str, Any] = field(default_factory=dict)
     """State of the health monitor before that step."""
+
+
+class Phases:
+    """The parts of a step that are in progress, each with the time at which it began; another thread may read them.
+
+    With `--overlap-publish` a publish is in progress beside training.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        """The step in progress."""
+        self._began: dict[str, float] = {}
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Count the time of the block as this part."""
+        self._began[name] = time.monotonic()
+        try:
+            yield
+        finally:
+            self._began.pop(name, None)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the time of each part so far."""
+        now = time.monotonic()
+        return {name: max(0.0, now - began) for name, began in dict(self._began).items()}

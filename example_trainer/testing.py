@@ -26,12 +26,11 @@ from example_trainer.data import MASKED, PLACEHOLDER_LOGPROB
 from example_trainer.distributed.rank0_proxy import RankedBridge
 from example_trainer.distributed.ranks import Ranks, joined_ranks
 from example_trainer.model import load_policy
-from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.loading import PolicyOptions, policy_options
 from example_trainer.modeling.lora import AdapterOptions
 from example_trainer.modeling.policy import Policy
 from example_trainer.trainers import Trainer
 from example_trainer.weights.base import PublishReport
-from example_trainer.weights.factory import policy_options
 from example_trainer.weights.testing import LocalBridge
 
 Reward = Callable[[Sequence[int]], float]

@@ -17,13 +17,14 @@ joined before the weights change again; otherwise it runs in place. It only read
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atropos_api.common import metric_names as names
+from atropos_api.common.tracing import NO_TRACING, Span, Tracing, running
 from atropos_api.wire import Batch, RunRequest
 from example_trainer.api import BatchFeed, BrokerSession, batch_path, write_batch
 from example_trainer.checkpointing import (
@@ -35,13 +36,15 @@ from example_trainer.checkpointing import (
 )
 from example_trainer.data import report_logprobs
 from example_trainer.distributed.ranks import Ranks
+from example_trainer.monitoring.broker_reports import RunReporter
 from example_trainer.monitoring.health import ANY_SIGN, HealthEvent, HealthMonitor, parse_limits
-from example_trainer.monitoring.trackers import METRICS_FILE, ROLLOUTS, RunTrackers, Tracker, last_line
-from example_trainer.state import Progress, TrainerState
+from example_trainer.monitoring.trackers import METRICS_FILE, ROLLOUTS, RunTrackers, Tracker, TrackerSet, last_line
+from example_trainer.state import Phases, Progress, TrainerState
 from example_trainer.step import metrics as step_metrics
-from example_trainer.step.metrics import PreparedBatch
+from example_trainer.step.metrics import PreparedBatch, StepClock
 from example_trainer.step.post_step import PostStep
-from example_trainer.step.train_step import TrainStep, make_train_step
+from example_trainer.step.token_values import TokenTexts, record_batch
+from example_trainer.step.train_step import StepTraining, TrainStep, make_train_step
 from example_trainer.training import StopRequestedError
 
 if TYPE_CHECKING:
@@ -63,7 +66,10 @@ class Trainer:
         trackers: RunTrackers,
         should_stop: Callable[[], bool] = lambda: False,
         ranks: Ranks | None = None,
+        reporter: RunReporter | None = None,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
+        """Keep the arguments; `reporter` sends what the page shows, and belongs to rank 0."""
         self.config = config
         self._ranks = ranks or Ranks()
         self.progress = Progress()
@@ -72,7 +78,11 @@ class Trainer:
         self._session = session
         self._bridge = bridge
         self._trackers = trackers
+        self._tracing = tracing
         self._should_stop = should_stop
+        self._reporter = reporter
+        self._phases = Phases() if reporter is None else reporter.phases
+        self._texts = TokenTexts(config.model_name)
         self._health = HealthMonitor(parse_limits(config.health_limits or ()))
         self._train_step: TrainStep
         self._post_step: PostStep
@@ -91,6 +101,16 @@ class Trainer:
         finally:
             self._tracker.close()
         return finished
+
+    def log_fields(self) -> dict[str, str | int | None]:
+        """Return run, step and policy version, which log records tell."""
+        info = self._session.begun
+        return {
+            "run": self.config.name,
+            "run_id": None if info is None else info.run_id,
+            "step": self.progress.step,
+            "policy_version": self.progress.version or None,
+        }
 
     def set_up(self) -> None:
         """Wait for broker and server, load or resume the policy, and publish the run's first version."""
@@ -121,6 +141,9 @@ class Trainer:
         if checkpoint is not None and state is not None:
             self._train_step.resume(checkpoint, state)
         self._tracker = self._trackers.at(self.progress.step if resumes else None)
+        if self._reporter is not None:
+            self._reporter.begin(info.run_id, info.epoch)
+            self._tracker = TrackerSet([self._tracker, self._reporter])
         if state is not None:
             self._ranks.on_main(partial(self._catch_up, state))
         self._post_step.publish()
@@ -137,6 +160,7 @@ class Trainer:
             alignment=train_step.alignment,
             session=self._session,
             bridge=self._bridge,
+            phases=self._phases,
             should_stop=self._all_should_stop,
         )
 
@@ -152,26 +176,61 @@ class Trainer:
 
     def _step(self, step: int, feed: BatchFeed[PreparedBatch]) -> bool:
         """Run one step, from its batch to its line of metrics; return False if the run ends with it."""
-        clock, learner = step_metrics.StepClock(), self._train_step.learner
-        prepared = self._take(step, feed)
+        with running(self._tracing.begin("step", run=self.config.name, step=step)) as span:
+            return self._traced_step(step, feed, span)
+
+    def _traced_step(self, step: int, feed: BatchFeed[PreparedBatch], span: Span) -> bool:
+        clock, learner = StepClock(), self._train_step.learner
+        self._phases.step = step
+        with self._phases.during("fetch"), span.child("fetch"):
+            prepared = self._take(step, feed)
         if self._ranks.any(prepared is None or self._should_stop()):
             return False
         assert prepared is not None
         clock.fetched()
-        training = self._train_step.begin(prepared, self._all_should_stop)
-        for mini_batch in training.batch.mini_batches:
-            gradients = learner.accumulate(training.batch, mini_batch)
-            with clock.waiting():
-                self._post_step.wait()  # no weight moves while the last publish reads it
-            learner.apply(gradients)
-        metrics = self._train_step.finish(training)
+        with self._phases.during("train"), span.child("train"):
+            training = self._train_step.begin(prepared, self._all_should_stop)
+            for mini_batch in training.batch.mini_batches:
+                gradients = learner.accumulate(training.batch, mini_batch)
+                with clock.waiting():
+                    self._post_step.wait()  # no weight moves while the last publish reads it
+                learner.apply(gradients)
+            metrics = self._train_step.finish(training)
         clock.trained()
+        self._record(training)
         self.progress.metrics, self.progress.health = dict(metrics), self._health.memory()
         self._post_step.start(step)
         metrics |= clock.metrics(prepared.whole)
+        if self._tracing.is_on:
+            self._trace_groups(step, prepared.traceparents, clock, span)
         sign = self._ranks.on_main(partial(self._log, step, metrics))
         self.stopped_by = None if sign is None else HealthEvent(**sign)
         return self.stopped_by is None
+
+    def _record(self, training: StepTraining) -> None:
+        """Let the reporter record some of the batch's tokens, in its own thread."""
+        if self._reporter is not None and self.config.recorded_tokens:
+            self._reporter.record(
+                partial(
+                    record_batch,
+                    training,
+                    self._texts,
+                    most_tokens=self.config.recorded_tokens,
+                    rank=self._ranks.data.rank,
+                    world_size=self._ranks.data.world_size,
+                )
+            )
+
+    def _trace_groups(self, step: int, traceparents: Sequence[str], clock: StepClock, step_span: Span) -> None:
+        """Record the step in the trace of each of its groups, and refer from one to the other."""
+        step_span.link(traceparents)
+        for traceparent in traceparents:
+            span = self._tracing.begin(
+                "step", parent=traceparent, at_seconds=clock.fetched_at, run=self.config.name, step=step
+            )
+            if step_span.traceparent is not None:
+                span.link([step_span.traceparent])
+            span.end()
 
     def _take(self, step: int, feed: BatchFeed[PreparedBatch]) -> PreparedBatch | None:
         """Return batch `step` once rank 0 has its share; until then the other ranks join rank 0 in publishes.
@@ -243,9 +302,8 @@ class Trainer:
 
     def _batch_path(self, number: int) -> Path:
         config = self.config
-        directory = config.required_run_dir / ROLLOUTS
         ranks = self._ranks.data
-        return batch_path(directory, number, rank=ranks.rank, world_size=ranks.world_size)
+        return batch_path(_batches_dir(config), number, rank=ranks.rank, world_size=ranks.world_size)
 
 
 def _run_request(config: TrainingConfig, state: TrainerState | None, *, resumes: bool) -> RunRequest:
@@ -267,4 +325,10 @@ def _run_request(config: TrainingConfig, state: TrainerState | None, *, resumes:
         wandb_group=config.wandb_group or "",
         world_size=config.world_size,
         max_staleness=config.max_staleness,
+        policy=config.policy,
+        batches_dir=str(_batches_dir(config).absolute()) if config.save_batches else "",
     )
+
+
+def _batches_dir(config: TrainingConfig) -> Path:
+    return config.required_run_dir / ROLLOUTS

@@ -16,18 +16,24 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from atropos_api.common import metric_names as names
-from example_trainer.config import TrainingConfig
 from example_trainer.data import TrainingBatch
-from example_trainer.distributed.rank_shares import Seen, plan_mini_batches, seen_by_all, step_weights, sum_by_name
+from example_trainer.distributed.rank_shares import (
+    FirstPass,
+    gather_first_pass,
+    plan_mini_batches,
+    step_weights,
+    sum_by_name,
+)
 from example_trainer.distributed.ranks import Ranks
 from example_trainer.errors import TrainingDiverged
-from example_trainer.modeling.logprobs import head_of, token_logprobs
+from example_trainer.modeling.attention import uses_varlen
+from example_trainer.modeling.logprobs import HeadPasses, head_of, token_logprobs
 from example_trainer.modeling.loss_scale import LossScale
 from example_trainer.modeling.micro_batches import (
     ROW_MULTIPLE,
@@ -38,9 +44,10 @@ from example_trainer.modeling.micro_batches import (
     forward_hidden,
     pack_rows,
 )
-from example_trainer.modeling.optimizers import LearningRate, learning_rate, set_lr
+from example_trainer.modeling.optimizers import learning_rate, set_lr
 from example_trainer.objective.losses import Targets
 from example_trainer.objective.objective import Objective
+from example_trainer.options.training_options import TrainingOptions
 
 if TYPE_CHECKING:
     from example_trainer.modeling.policy import Policy
@@ -50,37 +57,6 @@ logger = logging.getLogger(__name__)
 
 class StopRequestedError(Exception):
     """A stop was requested: raised between micro-batches; the weights are those of the step before."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LearnerSettings:
-    """The settings of a training step."""
-
-    aggregation: Literal["token", "sequence", "constant"]
-    constant_length: int
-    token_budget: int
-    pad_to: int | None
-    chunk_tokens: int
-    epochs: int
-    mini_batches: int
-    learning_rate: LearningRate
-    max_grad_norm: float
-    max_nonfinite_steps: int
-
-
-def learner_settings(config: TrainingConfig) -> LearnerSettings:
-    return LearnerSettings(
-        aggregation=config.loss_aggregation,
-        constant_length=config.max_response_tokens or config.seq_len,
-        token_budget=config.micro_batch_tokens,
-        pad_to=config.pad_to,
-        chunk_tokens=config.logprob_chunk_tokens,
-        epochs=config.epochs_per_batch,
-        mini_batches=config.mini_batches,
-        learning_rate=learning_rate(config),
-        max_grad_norm=config.max_grad_norm,
-        max_nonfinite_steps=config.max_nonfinite_steps,
-    )
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -135,6 +111,11 @@ class BatchTraining:
     should_stop: Callable[[], bool]
     done: list[Gradients] = field(default_factory=list)
 
+    def first_values(self) -> tuple[Tensor, Tensor]:
+        """Return `[N]` logprobs and entropies of this rank's trained tokens in its first pass over the batch."""
+        first = self.done[: self.in_an_epoch]
+        return _merge([each.logprobs for each in first]), _merge([each.entropies for each in first])
+
 
 class Learner:
     """The learner: it owns the optimizer and its count of updates, and trains the policy one batch at a time."""
@@ -143,18 +124,21 @@ class Learner:
         self,
         policy: Policy,
         optimizer: torch.optim.Optimizer,
-        settings: LearnerSettings,
+        config: TrainingOptions,
         *,
         objective: Objective,
         layout: LayoutKind,
         ranks: Ranks | None = None,
+        head_passes: HeadPasses | None = None,
     ) -> None:
         self.policy = policy
         self.optimizer = optimizer
-        self.settings = settings
+        self.config = config
+        self.learning_rate = learning_rate(config)
         self.objective = objective
         self.layout = layout
         self.ranks = ranks or Ranks()
+        self._head_passes = head_passes
         self.updates = 0
         """Optimizer steps taken in the whole run, including before a resume; the schedule depends on it."""
         self.loss_scale = LossScale.of(policy.dtype)
@@ -169,24 +153,40 @@ class Learner:
 
     def begin(self, batch: TrainingBatch, should_stop: Callable[[], bool] = lambda: False) -> BatchTraining:
         """Divide the batch into mini-batches, and score what the objective compares with before any weight changes."""
-        parts = plan_mini_batches(batch.rows, self.settings.mini_batches, self.ranks.data)
+        parts = plan_mini_batches(batch.rows, self.config.mini_batches, self.ranks.data)
+        if parts and not self._has_fresh_token(batch.targets):
+            logger.warning(
+                "batch %d is left out: each of its tokens is older than --staleness-mask %s, so only momentum and "
+                "weight decay would move the weights; raise it, or lower --vllm-restart-interval or --max-staleness",
+                batch.number,
+                self.config.staleness_mask,
+            )
+            parts = []
         targets = None
         if parts:
             targets = self.objective.prepare(batch.rows, batch.targets.to(self.policy.device), self.score)
         return BatchTraining(
             batch=batch,
             targets=targets,
-            mini_batches=parts * self.settings.epochs,
+            mini_batches=parts * self.config.epochs_per_batch,
             in_an_epoch=len(parts),
             should_stop=should_stop,
         )
+
+    def _has_fresh_token(self, targets: Targets) -> bool:
+        """Return True if any rank has a token that `--staleness-mask` keeps, or the loss has a term without mask."""
+        limit, settings = self.config.staleness_mask, self.objective.settings
+        has_other_terms = bool(settings.kl_coef or settings.entropy_coef or settings.distill == "forward_kl")
+        if limit is None or targets.ages is None or has_other_terms:
+            return True
+        return self.ranks.data.any(bool((targets.ages <= limit).any()))
 
     def accumulate(self, training: BatchTraining, rows: Sequence[Row]) -> Gradients:
         """Run forward and backward over one mini-batch; sum gradients over ranks and clip them. No weight changes."""
         assert training.targets is not None
         # A stop is honoured before the first update only: half a batch trained would be in no checkpoint's terms.
         should_stop = (lambda: False) if training.done else training.should_stop
-        self.optimizer.zero_grad(set_to_none=True)
+        self.policy.drop_gradients()
         gradients = self._accumulate(rows, training.targets, should_stop)
         self.policy.collect_gradients()
         if not self.policy.is_sharded:
@@ -206,7 +206,7 @@ class Learner:
         if self.loss_scale is not None:
             self.loss_scale.stepped()
         self.updates += 1
-        set_lr(self.optimizer, self.settings.learning_rate.at(self.updates))
+        set_lr(self.optimizer, self.learning_rate.at(self.updates))
         with self.policy.changing():
             self.optimizer.step()
         gradients.moved = True
@@ -216,7 +216,7 @@ class Learner:
         done, targets = training.done, training.targets
         result = StepResult(metrics={names.TRAIN_SKIPPED: 0.0 if done else 1.0})
         if targets is not None:
-            self._report(result, done, targets, first=done[: training.in_an_epoch])
+            self._report(result, training, targets)
         self.objective.after_batch(training.batch.number, result.metrics)
         return result
 
@@ -233,7 +233,7 @@ class Learner:
         unknown = torch.full((len(targets),), math.nan, device=self.policy.device)
         passed = Gradients(unknown, unknown.clone())
         weights = step_weights(
-            rows, len(targets), self.settings.aggregation, self.settings.constant_length, self.ranks.data
+            rows, len(targets), self.config.loss_aggregation, self.config.aggregation_length, self.ranks.data
         ).to(self.policy.device)
         for micro in self._micro_batches(rows):
             if should_stop():
@@ -266,7 +266,9 @@ class Learner:
 
     def _forward(self, micro: PackedBatch, targets: Targets, labels: Tensor) -> tuple[Tensor, Tensor]:
         temperatures = targets.temperatures[micro.target_index]
-        return self.policy.compute(_logprobs, micro, labels, temperatures, self.settings.chunk_tokens)
+        return self.policy.compute(
+            _logprobs, micro, labels, temperatures, self.config.logprob_chunk_tokens, self._head_passes
+        )
 
     def _micro_batches(self, rows: Sequence[Row]) -> list[PackedBatch]:
         """Return the packed `rows`, padded with empty micro-batches to the same number on every rank.
@@ -274,14 +276,14 @@ class Learner:
         Forwards of sharded weights need all ranks, and the check for a stop must come equally often on each.
         """
         device = self.policy.device
-        varlen = device.type == "cuda" and self.policy.dtype in {torch.bfloat16, torch.float16}
+        varlen = uses_varlen(device, self.policy.dtype)
         packed = pack_rows(
             rows,
-            self.settings.token_budget,
+            self.config.micro_batch_tokens,
             device=device,
             layout=self.layout,
             varlen=varlen,
-            pad_to=self.settings.pad_to or ROW_MULTIPLE,
+            pad_to=self.config.pad_to or ROW_MULTIPLE,
             pairs_per_token=6 * self.policy.hf_config.get_text_config().hidden_size,
         )
         missing = self.ranks.max(len(packed)) - len(packed)
@@ -289,20 +291,19 @@ class Learner:
 
     def _clip_gradients(self) -> float:
         """Clip the gradients and return their global norm before clipping."""
-        limit = self.settings.max_grad_norm or math.inf
+        limit = self.config.max_grad_norm or math.inf
         norm: Any = torch.nn.utils.clip_grad_norm_(self.policy.masters.values(), limit)
         return float(norm.full_tensor() if self.policy.is_sharded else norm)
 
-    def _report(
-        self, result: StepResult, done: Sequence[Gradients], targets: Targets, *, first: Sequence[Gradients]
-    ) -> None:
+    def _report(self, result: StepResult, training: BatchTraining, targets: Targets) -> None:
         """Fill in `result`: per-token values from the first pass over the batch, means over all optimizer steps."""
-        logprobs, entropies = _merge([each.logprobs for each in first]), _merge([each.entropies for each in first])
-        own = Seen(targets=targets, logprobs=logprobs, entropies=entropies, first_logprobs=done[0].logprobs)
-        seen = seen_by_all(own, self.ranks.data)
+        done = training.done
+        logprobs, entropies = training.first_values()
+        own = FirstPass(targets=targets, logprobs=logprobs, entropies=entropies, first_logprobs=done[0].logprobs)
+        everywhere = gather_first_pass(own, self.ranks.data)
         result.updates = sum(each.moved for each in done)
-        result.targets, result.logprobs = seen.targets, seen.first_logprobs
-        result.metrics |= self.objective.metrics(seen.targets, seen.logprobs, seen.entropies)
+        result.targets, result.logprobs = everywhere.targets, everywhere.first_logprobs
+        result.metrics |= self.objective.metrics(everywhere.targets, everywhere.logprobs, everywhere.entropies)
         computed = sum(each.totals[_COMPUTED] for each in done)
         result.metrics |= {
             names.TRAIN_LOSS: sum(each.loss for each in done) / len(done),
@@ -318,7 +319,8 @@ class Learner:
             result.metrics[names.TRAIN_SKIPPED_STEPS] = float(sum(each.overflowed for each in done))
             result.metrics[names.TRAIN_LOSS_SCALE] = self.loss_scale.scale
         for term in done[0].totals.keys() - _COUNTS:
-            result.metrics[f"train/loss_{term}"] = sum(each.totals.get(term, 0.0) for each in done) / len(done)
+            mean = sum(each.totals.get(term, 0.0) for each in done) / len(done)
+            result.metrics[names.TRAIN_LOSS_TERM.format(term=term)] = mean
 
     def _leave_out(self, gradients: Gradients) -> None:
         """Leave out an optimizer step: because of the loss scale, or because loss or gradient are not finite."""
@@ -333,7 +335,7 @@ class Learner:
     def _count_nonfinite(self, loss: float, norm: float) -> None:
         self._nonfinite_in_a_row += 1
         logger.warning("skipped an optimizer step: loss %s, gradient norm %s", loss, norm)
-        if self._nonfinite_in_a_row >= self.settings.max_nonfinite_steps:
+        if self._nonfinite_in_a_row >= self.config.max_nonfinite_steps:
             raise TrainingDiverged(
                 f"{self._nonfinite_in_a_row} optimizer steps in a row had no finite gradient (loss {loss}, gradient "
                 f"norm {norm}); {self._remedy()}"
@@ -346,13 +348,19 @@ class Learner:
 
 
 def _logprobs(
-    module: Any, micro: PackedBatch, labels: Tensor, temperatures: Tensor, chunk_tokens: int
+    module: Any,
+    micro: PackedBatch,
+    labels: Tensor,
+    temperatures: Tensor,
+    chunk_tokens: int,
+    passes: HeadPasses | None,
 ) -> tuple[Tensor, Tensor]:
     """Run a forward of `module`; return logprobs of `labels` and entropies at a micro-batch's trained tokens."""
     weight, bias = head_of(module)
     hidden = forward_hidden(module, micro)
+    index = micro.hidden_index
     return token_logprobs(
-        hidden, weight, micro.hidden_index, labels, temperatures, bias=bias, chunk_tokens=chunk_tokens
+        hidden, weight, index, labels, temperatures, bias=bias, chunk_tokens=chunk_tokens, passes=passes
     )
 
 

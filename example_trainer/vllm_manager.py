@@ -7,7 +7,8 @@ answers and reports the version it was started for.
 The manager owns the listening socket, which outlives each server; while no server accepts, clients wait in its queue. A
 replacement first loads without answering. The old server then stops accepting, lets running requests go on for
 `drain_seconds`, hands its connections with the unanswered requests to the new one, and exits; only then does the new
-one answer.
+one answer. A standby is a replacement that was started early: it has imported everything, and waits to be told what to
+load.
 
 Under the launcher, `launcher.plan` makes the servers' command lines, except in the modes that restart the server; what
 the process itself does is in `serving.start`.
@@ -15,6 +16,8 @@ the process itself does is in `serving.start`.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import secrets
@@ -25,15 +28,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
 import psutil
 
 from example_trainer.errors import CannotServe, ServerExited, ServerRefused, ServerUnavailable
+from example_trainer.options.server import as_arguments, server_settings
+from example_trainer.options.training_options import TrainingOptions
 from example_trainer.processes.child import last_lines, reason, spawn
 from example_trainer.processes.cleanup import SharedMemoryLedger
+from example_trainer.processes.gpus import gpu_names, has_room, holds_gpu_memory
 from example_trainer.processes.ports import (
     BEGUN_ANSWERS_SECONDS,
     INHERITED_SOCKETS,
@@ -41,12 +47,15 @@ from example_trainer.processes.ports import (
     as_inherited,
     listen,
 )
-from example_trainer.processes.tree import end_processes, has_room, holds_gpu_memory, is_alive, open_process, wait_until
+from example_trainer.processes.tree import end_processes, is_alive, open_process, wait_until
 from example_trainer.weight_protocol.client import NotYet, ServerClient, ServerInfo, wait_for
 
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
+STANDBY_FREE_BYTES = 4 << 30
+"""Memory that must be free for a standby, which holds about one GiB of imported code and has to load beside the server.
+"""
 
 
 class ServerProcess:
@@ -58,10 +67,13 @@ class ServerProcess:
         ledger: SharedMemoryLedger,
         channel: HandoverChannel,
         loaded: socket.socket,
+        standby: socket.socket | None = None,
     ) -> None:
+        """`standby` is the socket by which a server that waits is told what to serve."""
         self._process = process
         self._ledger = ledger
         self._loaded = loaded
+        self._standby = standby
         self.channel = channel
 
     @property
@@ -87,6 +99,18 @@ class ServerProcess:
         """Return True once the server has loaded its model and waits at most for the server before it to stop."""
         readable, _, _ = select.select([self._loaded], [], [], 0)
         return bool(readable and self._loaded.recv(1, socket.MSG_PEEK))
+
+    def serve(self, settings: Mapping[str, Any]) -> None:
+        """Have a standby load and serve: `settings` are those that have changed since it was started."""
+        assert self._standby is not None
+        with contextlib.suppress(OSError), self._standby:  # one that has exited is noticed as any other is
+            self._standby.send(json.dumps(settings, default=str).encode())
+
+    def discard(self) -> None:
+        """End a standby that is not needed."""
+        assert self._standby is not None
+        self._standby.close()
+        self.stop(grace_seconds=0)
 
     def stop(self, *, grace_seconds: float) -> None:
         """Stop the server and close its connections."""
@@ -137,20 +161,39 @@ class VllmOptions:
     host: str = "127.0.0.1"
     port: int = 9001
     log_path: Path
-    served_model_name: str
-    """The model name that clients request, whichever checkpoint is served."""
-    tokenizer: str
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    gpu_memory_utilization: float | None = None
-    gpu: int | None = None
-    seed: int = 0
+    model_name: str
+    """The model whose tokenizer is served, and the name that clients request, whichever checkpoint is served."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings by the names of the server's options, as `options.server` determines them."""
+    gpus: str | None = None
+    """Numbers of the server's GPUs, with commas; None: the first that it sees."""
     drain_seconds: float = 0.0
     """Time that running requests get when the server is replaced; the next server restarts the others."""
     ready_timeout_seconds: float = 600.0
-    extra_arguments: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    standby: bool = False
+    """True if the process of the next server is kept ready, where memory allows."""
     program: Sequence[str] = (sys.executable, "-m", "example_trainer.vllm_api_server")
+
+    @classmethod
+    def of(cls, config: TrainingOptions) -> Self:
+        """Return the options with which the trainer starts a server of its own."""
+        return cls(
+            host=config.vllm_host,
+            port=config.vllm_port,
+            log_path=(config.log_dir or config.required_run_dir / "logs") / "vllm.log",
+            model_name=config.model_name,
+            settings=server_settings(config),
+            gpus=config.server_gpus(),
+            drain_seconds=config.drain_seconds,
+            ready_timeout_seconds=config.wait_timeout,
+            standby=not config.mode.server_outlives_publish
+            and config.standby_server
+            and config.restart_method == "restart",
+        )
+
+    def with_settings(self, **settings: Any) -> Self:
+        """Return the same options with some settings replaced."""
+        return replace(self, settings={**self.settings, **settings})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +213,11 @@ class VllmManager:
     def __init__(self, options: VllmOptions) -> None:
         self._options = options
         self._server: ServerProcess | None = None
+        self._command: list[str] = []
+        """The command line of the server, or of the newest one."""
+        self._standby: ServerProcess | None = None
+        self._standby_follows: HandoverChannel | None = None
+        """Channel of the server whose connections the standby will take over."""
         self._listening: socket.socket | None = None
         self._waiting_connections: HandoverChannel | None = None
         """Channel with the connections of a stopped server that no other server has taken over yet."""
@@ -186,11 +234,12 @@ class VllmManager:
     def running(self) -> bool:
         return self._server is not None and self._server.running
 
-    def start(self, model: str | Path, *, version: int | None, arguments: Sequence[str] = ()) -> None:
+    def start(self, model: str | Path, *, version: int | None) -> None:
         """Start serving `model` as this policy version and return at once; None if the trainer will send the policy."""
         if self._server is not None:
             raise RuntimeError("a server is running; stop it first")
-        self._server = self._start(model, version, arguments)
+        self._command = self.command(model, version=version)
+        self._server = self._start(self._command, version)
 
     def wait_until_ready(self, version: int | None) -> ServerInfo:
         """Return once the server serves this version; raise with its last log lines if it exits before."""
@@ -198,15 +247,17 @@ class VllmManager:
             raise RuntimeError("no server is running; start one first")
         return self._wait_until_ready(self._server, version)
 
-    def replace(self, model: str | Path, *, version: int, arguments: Sequence[str] = ()) -> Replacement:
+    def replace(self, model: str | Path, *, version: int, **more: Any) -> Replacement:
         """Replace the current server by one that serves `model`; return when it serves and the old one has exited.
 
         If memory allows, the new server loads while the old one still runs. If it exits while loading, or memory is
         short, the old server is stopped first. Either way no client of the old server is rejected.
         """
+        self._command = command = self.command(model, version=version, **more)
+        settings = {"model": model, "policy_version": version, **more}
         old = self._server
         overlapped = old is not None and old.running and self._has_room(old)
-        new = self._load_next_to(old, model, version, arguments) if old is not None and overlapped else None
+        new = self._load_next_to(old, command, settings) if old is not None and overlapped else None
         began = time.monotonic()
         if old is not None:
             pids = [process.pid for process in old.members()]
@@ -216,15 +267,28 @@ class VllmManager:
             else:  # the old server never became ready, so it has no connections to hand over
                 old.channel.close()
             if new is None:
-                wait_until(lambda: not holds_gpu_memory(pids, self._options.gpu), STOP_SECONDS)
+                wait_until(lambda: not holds_gpu_memory(pids), STOP_SECONDS)
         if self._waiting_connections is not None:
             self._waiting_connections.end()
-        self._server = new or self._start(model, version, arguments, before=self._waiting_connections)
+        before = self._waiting_connections
+        self._server = new or self._take_standby(before, settings) or self._start(command, version, before=before)
         info = self._wait_until_ready(self._server, version)
         return Replacement(info=info, gap_seconds=time.monotonic() - began, overlapped=new is not None)
 
+    def prepare_standby(self) -> None:
+        """Start a standby for the next `replace`, unless there is one, memory is short or the options say no."""
+        if self._server is None or not self._options.standby or (self._standby is not None and self._standby.running):
+            return
+        if psutil.virtual_memory().available < STANDBY_FREE_BYTES:
+            logger.info("no standby server is started: less than %d GiB of memory is free", STANDBY_FREE_BYTES >> 30)
+            return
+        self._drop_standby()
+        self._standby = self._start(self._command, None, before=self._server.channel, waits=True)
+        self._standby_follows = self._server.channel
+
     def stop(self, *, grace_seconds: float = STOP_SECONDS) -> None:
         """Stop the server and everything it started, and remove the shared memory they left."""
+        self._drop_standby()
         server, self._server = self._server, None
         if server is not None:
             server.stop(grace_seconds=grace_seconds)
@@ -241,35 +305,35 @@ class VllmManager:
         """Return the last lines of the server's log."""
         return "\n".join(f"  {line}" for line in last_lines(self._options.log_path)) or "(no log)"
 
-    def command(self, model: str | Path, *, version: int | None, arguments: Sequence[str] = ()) -> list[str]:
-        """Return the command line that serves `model` as this version."""
+    def command(self, model: str | Path, *, version: int | None, **more: Any) -> list[str]:
+        """Return the command line that serves `model` as this version, with `more` settings of the server."""
         options = self._options
-        flags: dict[str, object] = {
-            "--model": model,
-            "--tokenizer": options.tokenizer,
-            "--served-model-name": options.served_model_name,
-            "--host": options.host,
-            "--port": options.port,
-            "--dtype": options.dtype,
-            "--max-model-len": options.max_model_len,
-            "--gpu-memory-utilization": options.gpu_memory_utilization,
-            "--seed": options.seed,
-            "--drain-seconds": options.drain_seconds,
-            "--policy-version": version,
+        settings = {
+            "model": model,
+            "tokenizer": options.model_name,
+            "served_model_name": options.model_name,
+            "host": options.host,
+            "port": options.port,
+            **options.settings,
+            "drain_seconds": options.drain_seconds,
+            "policy_version": version,
+            "share_weights": False,
+            "bridge_dir": options.log_path.parent,
+            "await_policy": True if version is None else None,
+            **more,
         }
-        option_flags = [text for flag, value in flags.items() if value is not None for text in (flag, str(value))]
-        awaited = ["--await-policy"] if version is None else []
-        fixed_flags = ["--no-share-weights", "--bridge-dir", str(options.log_path.parent), *awaited]
-        return [*options.program, *option_flags, *fixed_flags, *options.extra_arguments, *arguments]
+        return [*options.program, *as_arguments(settings)]
 
     def _has_room(self, old: ServerProcess) -> bool:
-        return has_room(old.members(), gpu=self._options.gpu, gpu_share=self._options.gpu_memory_utilization)
+        share = self._options.settings.get("gpu_memory_utilization")
+        return has_room(old.members(), gpus=self._options.gpus, gpu_share=share)
 
     def _load_next_to(
-        self, old: ServerProcess, model: str | Path, version: int, arguments: Sequence[str]
+        self, old: ServerProcess, command: list[str], settings: Mapping[str, Any]
     ) -> ServerProcess | None:
-        """Start a second server and return it once it has loaded; return None if it exits before that."""
-        new = self._start(model, version, arguments, before=old.channel)
+        """Start a second server, or use the standby; return it once it has loaded, or None if it exits before that."""
+        version = settings["policy_version"]
+        new = self._take_standby(old.channel, settings) or self._start(command, version, before=old.channel)
         try:
             self._wait_for(new, version, lambda: _poll_loaded(new))
         except ServerExited as error:
@@ -281,23 +345,41 @@ class VllmManager:
             raise
         return new
 
+    def _take_standby(self, before: HandoverChannel | None, settings: Mapping[str, Any]) -> ServerProcess | None:
+        """Return the standby, told to serve; None if there is none, or if it was started to follow another server."""
+        standby = self._standby
+        if standby is None or not standby.running or self._standby_follows is not before:
+            self._drop_standby()
+            return None
+        self._standby = None
+        standby.serve(settings)
+        logger.info("the standby server (pid %d) loads version %s", standby.pid, settings["policy_version"])
+        return standby
+
+    def _drop_standby(self) -> None:
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.discard()
+
     def _start(
-        self, model: str | Path, version: int | None, arguments: Sequence[str], *, before: HandoverChannel | None = None
+        self, command: list[str], version: int | None, *, before: HandoverChannel | None = None, waits: bool = False
     ) -> ServerProcess:
         self._options.log_path.parent.mkdir(parents=True, exist_ok=True)
         if self._listening is None:
             self._listening = _listen(self._options.host, self._options.port)
         ledger, channel = SharedMemoryLedger(), HandoverChannel()
-        command = self.command(model, version=version, arguments=arguments)
         loaded, tells_loaded = socket.socketpair()
         sockets = {"listening": self._listening, "successor": channel.sender, "loaded": tells_loaded}
         if before is not None:
             sockets["predecessor"] = before.receiver
-        with tells_loaded:
+        standby, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) if waits else (None, None)
+        if told is not None:
+            sockets["standby"] = told
+        with tells_loaded, told or contextlib.nullcontext():
             process = self._starter.submit(self._spawn, command, sockets).result()
-        what = "an adapter to come" if version is None else f"version {version}"
+        what = "a policy to come" if version is None else f"version {version}"
         logger.info("started vLLM for %s (pid %d); its log is %s", what, process.pid, self._options.log_path)
-        return ServerProcess(process, ledger, channel, loaded)
+        return ServerProcess(process, ledger, channel, loaded, standby)
 
     def _wait_until_ready(self, server: ServerProcess, version: int | None) -> ServerInfo:
         info = self._wait_for(server, version, lambda: self._poll_ready(server, version))
@@ -321,10 +403,9 @@ class VllmManager:
         return wait_for(poll_living, what=what, timeout_seconds=self._options.ready_timeout_seconds)
 
     def _spawn(self, command: list[str], sockets: Mapping[str, socket.socket]) -> subprocess.Popen[bytes]:
-        own_environment = {"ATROPOS_BRIDGE_TOKEN": self.token, INHERITED_SOCKETS: as_inherited(sockets)}
-        environment = {**own_environment, **self._options.environment}
-        if self._options.gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = str(self._options.gpu)
+        environment = {"ATROPOS_BRIDGE_TOKEN": self.token, INHERITED_SOCKETS: as_inherited(sockets)}
+        if self._options.gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu_names(self._options.gpus, os.environ, "--vllm-gpu")
         descriptors = [each.fileno() for each in sockets.values()]
         return spawn(command, environment=environment, log_path=self._options.log_path, pass_fds=descriptors)
 

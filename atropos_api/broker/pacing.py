@@ -184,8 +184,15 @@ class Pacer:
         run = self._state.runs.open
         if run is None:
             return False
+        outstanding, limit = self.budget(run)
+        return outstanding < limit
+
+    def budget(self, run: RunRow) -> tuple[int, int]:
+        """Return how much is queued or batched, and how much may be before no environment gets room; in the run's
+        unit.
+        """
         batches = self._state.liveness().most_batches_offpolicy
-        return self._outstanding(run) < admission_limit(run, batches, max_staleness_of(self._state, run))
+        return self._outstanding(run), admission_limit(run, batches, max_staleness_of(self._state, run))
 
     def _outstanding(self, run: RunRow) -> int:
         """Return `outstanding_sequences` in the run's unit."""

@@ -26,10 +26,12 @@ class PolicyHolds:
     def hold(self, request: HoldRequest) -> Hold:
         """Grant a lease, or renew the one of this id."""
         run = self._state.runs.require_open()
-        until = self._state.clock() + request.seconds
+        now = self._state.clock()
+        until = now + request.seconds
         if request.hold_id is None:
             hold_id = secrets.token_urlsafe(16)
-            row = HoldRow(hold_id=hold_id, until=until, version=run.policy_version, reason=request.reason)
+            version, reason = run.policy_version, request.reason
+            row = HoldRow(hold_id=hold_id, until=until, version=version, reason=reason, since=now)
         else:
             row = msgspec.structs.replace(self._find(run, request.hold_id), until=until)
         self._keep(run, (*self._others(run, row.hold_id), row), "policy-held", row)

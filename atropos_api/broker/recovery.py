@@ -18,7 +18,7 @@ from atropos_api.broker.submissions import IdempotencyKeys, Submissions
 from atropos_api.errors import StoreDamaged, StoreUnavailable
 from atropos_api.store.base import LOST, NO_RUN, BodyRef, GroupRow, Snapshot
 from atropos_api.store.failpoints import Failpoint
-from atropos_api.wire.group_json import unseal
+from atropos_api.wire.group_json import restore_text
 
 logger = logging.getLogger(__name__)
 
@@ -107,22 +107,25 @@ def give_up(state: State, batches: Batches, lost: Iterable[GroupRow]) -> None:
         elif affected:
             batches.dissolve([number])
     queued = [row for lane in state.queue.lanes for row in lane if row.seq in gone]
-    batches.drop(queued)
+    batches.drop(queued, "damaged")
     for row in queued:
         del gone[row.seq]
-    batches.forget(list(gone.values()))
+    batches.forget(list(gone.values()), "damaged")
     state.replayable = {n: [row for row in rows if row.seq not in gone] for n, rows in state.replayable.items()}
     state.left_over = {run: [row for row in rows if row.seq not in gone] for run, rows in state.left_over.items()}
 
 
 def _leave_gaps(state: State, groups: list[GroupRow]) -> None:
     state.ledger.move_groups((group.seq, LOST) for group in groups)
+    state.environments.count_outcome("damaged", groups)
     state.discard([group.body for group in groups])
     for group in groups:
         group.body = LOST
 
 
-def recover(state: State, keys: IdempotencyKeys, intake: Submissions, batches: Batches, snapshot: Snapshot) -> None:
+def recover(
+    state: State, keys: IdempotencyKeys, submissions: Submissions, batches: Batches, snapshot: Snapshot
+) -> None:
     """Put each stored group in its place: queue, formed batch, kept for replay, or left over from another run."""
     groups = sorted(snapshot.groups, key=lambda group: group.seq)
     missing = _mark_missing(state, groups)
@@ -138,9 +141,9 @@ def recover(state: State, keys: IdempotencyKeys, intake: Submissions, batches: B
         groups = [group for group in groups if group.seq not in gone]
     keys.adopt(groups)
     unanswered = set(snapshot.unanswered)
-    intake.repeats.adopt(snapshot.expected)
-    _expect_repeats(state, intake, [group for group in groups if group.seq in unanswered])
-    intake.resume(snapshot.unanswered)
+    submissions.repeats.adopt(snapshot.expected)
+    _expect_repeats(state, submissions, [group for group in groups if group.seq in unanswered])
+    submissions.resume(snapshot.unanswered)
     state.reach(Failpoint.RECOVERED)
 
 
@@ -182,11 +185,11 @@ def _cut_short(groups: list[GroupRow], missing: set[int]) -> set[int]:
     return {key_id for key_id, rows in members.items() if key_id and not any(row.batch for row in rows)}
 
 
-def _expect_repeats(state: State, intake: Submissions, groups: list[GroupRow]) -> None:
+def _expect_repeats(state: State, submissions: Submissions, groups: list[GroupRow]) -> None:
     """Expect repeats of groups whose answer may not have arrived: their clients may send them again."""
     for group in groups:
         if group.body == LOST:
             continue
         with suppress(StoreDamaged):
             (body,) = state.bodies.read([group.body])
-            intake.repeats.expect(group.env_id, *unseal(body, group.form))
+            submissions.repeats.expect(group.env_id, *restore_text(body, group.form))

@@ -8,12 +8,12 @@ from typing import Literal
 import msgspec
 
 from atropos_api.broker import runs
-from atropos_api.broker.batches import Batches
+from atropos_api.broker.batches import TRAINED, Batches
 from atropos_api.broker.pacing import GroupSizes
 from atropos_api.broker.packing import amount
 from atropos_api.broker.runs import make_run
 from atropos_api.broker.state import State
-from atropos_api.errors import RunInProgress
+from atropos_api.errors import InvalidRequest, RunInProgress
 from atropos_api.store.base import RunRow
 from atropos_api.store.failpoints import Failpoint
 from atropos_api.wire.messages import RunRequest
@@ -37,6 +37,12 @@ class RunSuccession:
         if not (same or request.take_over):
             self.refuse_rival(request.name)
         known = state.runs.find_by_name(request.name) if request.resume else None
+        if known is not None and known.policy != request.policy:
+            raise InvalidRequest(
+                f"{named(known)} trains the policy {known.policy!r}, not {request.policy!r}; resume it with its own",
+                field="policy",
+                value=request.policy,
+            )
         if known is None:
             return self.begin_new(make_run(request, state.clock(), first_after=request.resume_from_batch))
         with state.change():
@@ -95,16 +101,23 @@ class RunSuccession:
         if former is not None:
             logger.info("%s closed for it%s", named(former), self._left_of(former))
         state.events.add("run-began", run_id=run.run_id, name=run.name, epoch=run.epoch)
+        # A new run has no proven server: those of the run before serve another policy's weights.
+        state.servers.prove(run.policy, run.policy_servers)
         self._sizes.warn()
         state.pacing_changed()
         state.groups_changed()
 
     def _adopt_unowned(self, run: RunRow) -> None:
         """Assign the groups that came while no run was open to this run."""
-        self._state.ledger.adopt_groups(run.run_id)
-        for lane in self._state.queue.lanes:
-            for group in lane:
-                group.run_id = run.run_id
+        state = self._state
+        queued = [group for lane in state.queue.lanes for group in lane]
+        others = [group for group in queued if group.policy not in (None, run.policy)]
+        if others:
+            self._batches.drop(others, "other-policy")
+            state.drops.count(others, "other-policy")
+        state.ledger.adopt_groups(run.run_id)
+        for group in queued:
+            group.run_id = run.run_id
 
     def _close_open(self, run: RunRow, end: Literal["closed", "finished"]) -> None:
         """Close the open run; its untrained groups stay on disk as left over, and no other run gets them.
@@ -144,6 +157,7 @@ class RunSuccession:
             num_steps=request.num_steps,
             checkpoint_dir=request.checkpoint_dir,
             checkpoint_interval=request.checkpoint_interval,
+            batches_dir=request.batches_dir,
             wandb_project=request.wandb_project,
             wandb_group=request.wandb_group,
             max_staleness=request.max_staleness,
@@ -186,6 +200,7 @@ class RunSuccession:
             self._batches.commit(run, covered)
         for number in [n for n in state.replayable if n > point]:
             state.batches[number] = state.replayable.pop(number)
+            state.environments.count_outcome(TRAINED, state.batches[number], sign=-1)
         last = point
         while last + 1 in state.batches and amount(run, state.batches[last + 1]) == run.batch_size:
             last += 1
@@ -205,7 +220,7 @@ class RunSuccession:
             if total <= state.settings.max_left_over_bytes:
                 return
             total -= sizes[run_id]
-            self._batches.forget(state.left_over.pop(run_id))
+            self._batches.forget(state.left_over.pop(run_id), "left-over")
 
 
 def named(run: RunRow) -> str:

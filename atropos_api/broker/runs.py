@@ -100,6 +100,15 @@ class Runs:
         self.keep(changed)
         return changed
 
+    @property
+    def policy_count(self) -> int:
+        """The number of versions that were ever announced."""
+        return len(self._policies)
+
+    def all(self) -> list[RunRow]:
+        """Return every run, the oldest first."""
+        return sorted(self._rows.values(), key=lambda row: row.began_at)
+
     def highest_version(self) -> int:
         return max((version for _, version in self._policies), default=0)
 
@@ -187,6 +196,8 @@ def make_run(request: RunRequest, now: float, *, first_after: int) -> RunRow:
         wandb_group=request.wandb_group,
         max_staleness=request.max_staleness,
         unit=request.unit,
+        policy=request.policy,
+        batches_dir=request.batches_dir,
         began_at=now,
         trainer_seen_at=now,
         committed_batch=first_after,
@@ -235,11 +246,11 @@ def quiet_seconds(run: RunRow, now: float) -> float:
 
 
 def is_at_work(run: RunRow, now: float) -> bool:
-    return quiet_seconds(run, now) <= _silence_limit(run)
+    return quiet_seconds(run, now) <= silence_limit(run)
 
 
 def has_gone(run: RunRow, now: float) -> bool:
-    return quiet_seconds(run, now) > max(GONE_SECONDS, _silence_limit(run))
+    return quiet_seconds(run, now) > max(GONE_SECONDS, silence_limit(run))
 
 
 def is_over(run: RunRow) -> bool:
@@ -257,7 +268,7 @@ def refuse_rival(run: RunRow | None, now: float) -> None:
     quiet = max(0.0, quiet_seconds(run, now))
     raise RunInProgress(
         f"run {run.name} ({run.run_id}) is open and its trainer asked {quiet:.0f} s ago: wait until it ends or has "
-        f"been silent for {_silence_limit(run):.0f} s, end it with POST /v1/runs/{run.run_id}/finish or "
+        f"been silent for {silence_limit(run):.0f} s, end it with POST /v1/runs/{run.run_id}/finish or "
         "GET /reset_data, take over with take_over (--take-over), restart the broker with --fresh, or use a second "
         "broker",
         run_id=run.run_id,
@@ -266,5 +277,6 @@ def refuse_rival(run: RunRow | None, now: float) -> None:
     )
 
 
-def _silence_limit(run: RunRow) -> float:
+def silence_limit(run: RunRow) -> float:
+    """Return for how long a trainer at work on this run may be silent."""
     return max(AT_WORK_SECONDS, LONGEST_INTERVALS * run.longest_silence_seconds)

@@ -2,25 +2,32 @@
 
 `State` holds the store, the rows in memory, the counters, and the listeners for changes. `EventLog` is a ring buffer of
 the latest numbered events, so that a watcher that fell behind can catch up. `BrokerSettings` holds the operator's
-settings as the broker's rules use them.
+options that the broker's rules follow.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
+from pydantic import BaseModel, ConfigDict, Field
+
+from atropos_api.broker.activity import Activity
 from atropos_api.broker.counters import Counters, Drops
 from atropos_api.broker.environments import Environments, LivenessSnapshot
+from atropos_api.broker.inference_servers import InferenceServers
 from atropos_api.broker.queue import GroupQueue
 from atropos_api.broker.runs import Runs
 from atropos_api.errors import StoreUnavailable
 from atropos_api.store.base import KEPT_EVENTS, BodyLog, BodyRef, EnvironmentRow, Event, GroupRow, Ledger
 from atropos_api.store.failpoints import Reach, ignore_failpoint
+from atropos_api.wire.group_json import CheckedGroup
 from atropos_api.wire.groups import Form
+from atropos_api.wire.messages import PolicyUpdate
+from atropos_api.wire.servers import InferenceServer
 
 GAP: Final = 1000
 """Ids skipped at each start: a watcher may have seen some that had not reached the store."""
@@ -62,6 +69,11 @@ class EventLog:
             missed.append(event)
         return missed[::-1]
 
+    def has(self, kind: str, **data: Any) -> bool:
+        """Return True if an event of this kind with these data is still known."""
+        known = (event for event in self._events if event.type == kind)
+        return any(data.items() <= event.data.items() for event in known)
+
     def has_forgotten(self, event_id: int) -> bool:
         """Return True if events after `event_id` were discarded, or if the id is not one of this log's."""
         first = self._events[0].id if self._events else self.last_id + 1
@@ -83,6 +95,7 @@ class State:
     bodies: BodyLog
     runs: Runs
     environments: Environments
+    servers: InferenceServers
     events: EventLog
     drops: Drops
     revision: int
@@ -96,10 +109,13 @@ class State:
     """Numbers of uncommitted batches of which a caller may have received bytes."""
     reach: Reach = ignore_failpoint
     counters: Counters = field(default_factory=Counters)
+    activity: Activity = field(default_factory=Activity)
     latest_body: bytes | None = None
     latest_form: Form = "json"
     on_groups: list[Listener] = field(default_factory=list)
     on_pacing: list[Listener] = field(default_factory=list)
+    on_queued: list[Callable[[Sequence[CheckedGroup], Sequence[GroupRow]], None]] = field(default_factory=list)
+    on_formed: list[Callable[[str, int, Sequence[GroupRow]], None]] = field(default_factory=list)
     store_inconsistent: bool = False
     """True if the store refused a change that memory had already made in part, until memory is read from it again."""
 
@@ -129,7 +145,7 @@ class State:
             self.bodies.discard(refs)
 
     def liveness(self) -> LivenessSnapshot:
-        return self.environments.liveness(self.clock(), self.settings.environment_timeout_seconds)
+        return self.environments.liveness(self.clock(), self.settings.environment_timeout)
 
     def alive_environments(self) -> list[EnvironmentRow]:
         return self.liveness().alive
@@ -148,20 +164,63 @@ class State:
         for listener in self.on_groups:
             listener()
 
+    def record_servers(self, update: PolicyUpdate) -> None:
+        """Record which registered servers serve the policy, so that they do after a restart of the broker as well."""
+        run = self.runs.require_open()
+        if update.servers is None or update.version != run.policy_version:
+            return
+        proven = tuple(sorted(update.servers))
+        if proven != run.policy_servers:
+            run = self.runs.change(run, policy_servers=proven)
+        self.servers.prove(run.policy, proven)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BrokerSettings:
-    """Limits and durations of the broker; `atropos_api.config.BrokerConfig` documents each."""
+    def note_server(self, server: InferenceServer) -> None:
+        """Record the change of a server's state as an event."""
+        self.events.add(
+            "server-changed",
+            server_id=server.server_id,
+            policy=server.policy,
+            state=server.state,
+            url=server.url,
+            reason=server.reason,
+        )
 
-    max_staleness: int | None = None
-    drop_orphaned: bool = False
-    require_versions: bool = False
-    max_uncommitted: int = 16
-    keep_batches: int = 0
-    environment_timeout_seconds: float = 60.0
-    min_allocation_wait_seconds: float = 120.0
-    dedup_window_seconds: float = 30.0
-    key_memory_seconds: float = 3600.0
-    max_left_over_bytes: int = 2**30
-    max_queued_sequences: int = 200_000
-    max_queued_bytes: int = 16 * 2**30
+
+class BrokerSettings(BaseModel):
+    """The operator's options that the broker's rules follow: limits and durations."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key_memory_seconds: ClassVar[float] = 3600.0
+    """Time for which an idempotency key is remembered after its groups are done."""
+    max_left_over_bytes: ClassVar[int] = 2**30
+    """Bytes of groups that are kept for runs that have ended, the newest aside."""
+
+    max_staleness: int | None = Field(
+        None, ge=0, description="Expire groups whose policy is more than this many trainer steps old."
+    )
+    drop_orphaned: bool = Field(False, description="Drop queued groups of policies that a resumed run discarded.")
+    require_versions: bool = Field(False, description="Refuse groups without policy versions.")
+    dedup_window: float = Field(
+        30.0, ge=0, description="Seconds in which a repeated submission without a key is recognised; 0 turns it off."
+    )
+    max_uncommitted: int = Field(16, ge=1, description="Batches that may be formed and not yet committed.")
+    keep_batches: int = Field(0, ge=0, description="Committed batches whose groups are kept for replay.")
+    environment_timeout: float = Field(
+        60.0, gt=0, description="Seconds without a call after which an environment's weight and minimum are ignored."
+    )
+    server_lease: float = Field(
+        10.0, ge=0.5, le=600, description="Seconds without a renewal after which a registered inference server is out."
+    )
+    min_allocation_wait: float = Field(
+        120.0, ge=0, description="Seconds a batch waits for an environment's minimum before it is formed without it."
+    )
+    max_queued_sequences: int = Field(200_000, ge=1, description="Sequences that may be queued; more are answered 503.")
+    max_queued_bytes: int = Field(
+        16 * 2**30, ge=1, description="Bytes of groups that may be queued; more are answered 503."
+    )
+    recent_bytes: int = Field(
+        64 * 2**20,
+        ge=0,
+        description="Bytes of the newest groups handed out that are kept in memory, for the page to show.",
+    )

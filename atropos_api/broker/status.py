@@ -13,15 +13,19 @@ from atropos_api.broker.batches import max_staleness_of
 from atropos_api.broker.broker import Broker
 from atropos_api.broker.counters import Counters, LatestDrop
 from atropos_api.broker.environments import LivenessSnapshot, token_share_of
+from atropos_api.broker.flow import FlowStatus, TrainerStatus, activity_of, describe_flow, describe_trainers
 from atropos_api.broker.packing import batch_in_sequences, queued_by_environment
 from atropos_api.broker.state import State
-from atropos_api.store.base import EnvironmentRow, RunRow
+from atropos_api.store.base import EnvironmentRow, ItemsRow, RunRow
+from atropos_api.wire.reports import EnvironmentActivity
 
 
 class HeldPolicy(msgspec.Struct, kw_only=True):
     seconds: float
     version: int | None
     reason: str
+    held_seconds: float
+    """Time since it was granted."""
 
 
 class RunStatus(RunRow, kw_only=True):
@@ -30,6 +34,8 @@ class RunStatus(RunRow, kw_only=True):
     holds: tuple[HeldPolicy, ...]  # type: ignore[assignment] # without the ids, which suffice to end a hold
     current_step: int
     next_batch: int
+    metrics_step: int | None
+    """The last step whose metrics were reported since this broker began; it tells that there is more to read."""
 
 
 class QueueStatus(msgspec.Struct, kw_only=True):
@@ -47,6 +53,18 @@ class BatchesStatus(msgspec.Struct, kw_only=True):
     outstanding_sequences: int
 
 
+class ItemsStatus(msgspec.Struct, kw_only=True):
+    drawn: int
+    """Items leased so far, each counted once."""
+    in_progress: int
+    finished: int
+    dropped: dict[str, int]
+    """Items without a group, by reason."""
+    sampled_sequences: int
+    """Rollouts scored, those of dropped groups included."""
+    sampled_tokens: int
+
+
 class EnvironmentStatus(msgspec.Struct, kw_only=True):
     environment_id: int
     name: str
@@ -57,6 +75,12 @@ class EnvironmentStatus(msgspec.Struct, kw_only=True):
     queued_sequences: int
     dropped_groups: dict[str, int]
     latest_drop: LatestDrop | None
+    items: ItemsStatus | None
+    """Items of its data in the run, if it leases them."""
+    outcomes: dict[str, int]
+    """Its groups in the run that are trained, or that the broker dropped, by outcome."""
+    activity: EnvironmentActivity | None
+    """Its report about itself, as of now; None if it sends none."""
 
 
 class StoreStatus(msgspec.Struct, kw_only=True):
@@ -75,9 +99,11 @@ class Status(msgspec.Struct, kw_only=True):
     store: StoreStatus
     dropped_groups: dict[str, int]
     counters: Counters
+    flow: FlowStatus
+    trainers: list[TrainerStatus]
 
 
-def describe_status(broker: Broker) -> Status:
+def describe_status(broker: Broker, *, store_failure: str | None = None) -> Status:
     state = broker.state
     run = state.runs.open or state.runs.last_finished
     return Status(
@@ -93,16 +119,26 @@ def describe_status(broker: Broker) -> Status:
         store=StoreStatus(bytes=state.bodies.size_bytes()),
         dropped_groups=state.drops.totals(),
         counters=state.counters,
+        flow=describe_flow(broker, store_failure=store_failure),
+        trainers=describe_trainers(broker),
     )
 
 
 def _describe_run(broker: Broker, run: RunRow) -> RunStatus:
     now = broker.state.clock()
     holds = [
-        HeldPolicy(seconds=row.until - now, version=row.version, reason=row.reason) for row in broker.holds.alive(run)
+        HeldPolicy(
+            seconds=row.until - now, version=row.version, reason=row.reason, held_seconds=max(0.0, now - row.since)
+        )
+        for row in broker.holds.alive(run)
     ]
     described = msgspec.structs.asdict(run) | {"holds": tuple(holds)}
-    return RunStatus(**described, current_step=broker.trained_steps(run), next_batch=run.formed_batch + 1)
+    return RunStatus(
+        **described,
+        current_step=broker.trained_steps(run),
+        next_batch=run.formed_batch + 1,
+        metrics_step=broker.metrics.last_step(run.run_id),
+    )
 
 
 def _describe_queue(broker: Broker) -> QueueStatus:
@@ -127,11 +163,25 @@ def _describe_environment(broker: Broker, row: EnvironmentRow) -> EnvironmentSta
         name=row.display_name,
         group_size=row.group_size,
         weight=row.weight,
-        connected=row.connected and quiet <= state.settings.environment_timeout_seconds,
+        connected=row.connected and quiet <= state.settings.environment_timeout,
         quiet_seconds=quiet,
         queued_sequences=state.queue.sequences_by_env.get(row.environment_id, 0),
         dropped_groups=state.drops.of(row.environment_id),
         latest_drop=state.drops.latest_of(row.environment_id),
+        items=_describe_items(row.items) if row.items is not None else None,
+        outcomes=row.outcomes.groups,
+        activity=activity_of(broker, row.environment_id),
+    )
+
+
+def _describe_items(items: ItemsRow) -> ItemsStatus:
+    return ItemsStatus(
+        drawn=items.next_item,
+        in_progress=len(items.leased) + len(items.returned),
+        finished=items.finished,
+        dropped=items.dropped,
+        sampled_sequences=items.sampled_sequences,
+        sampled_tokens=items.sampled_tokens,
     )
 
 

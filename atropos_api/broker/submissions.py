@@ -2,8 +2,8 @@
 
 A submission without a key whose answer may have been lost is expected again: the same bytes within a short window are a
 repeat, and are not accepted twice. The expected repeats are also in the ledger, so that they survive any number of
-crashes; `Deduplication.news` returns what changed there. A recognised repeat stays expected in the ledger until its own
-answer was sent.
+crashes; `Deduplication.pending_changes` returns those that the ledger lacks. A recognised repeat stays expected in the
+ledger until its own answer was sent.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from blake3 import blake3
 
 from atropos_api.broker.state import State
 from atropos_api.errors import InvalidGroup, QueueFull, StoreUnavailable
-from atropos_api.store.base import NO_NEWS, NO_RUN, Answers, GroupRow, KeyRow
+from atropos_api.store.base import NO_CHANGES, NO_RUN, Answers, GroupRow, KeyRow
 from atropos_api.store.failpoints import Failpoint
-from atropos_api.wire.group_json import CheckedGroup, seal
+from atropos_api.wire.group_json import CheckedGroup, finish_text
 
 
 class Deduplication:
@@ -38,12 +38,12 @@ class Deduplication:
 
         The window restarts, because no client could repeat while no broker ran.
         """
-        for print_, count in counts.items():
-            self._expect(print_, count)
+        for fingerprint, count in counts.items():
+            self._expect(fingerprint, count)
 
     def expect(self, env_id: int | None, *parts: bytes | memoryview) -> None:
         """Expect a group of this environment again; `parts` are its bytes."""
-        self._expect(_fingerprint(env_id, parts), 1)
+        self._expect(_digest(env_id, parts), 1)
 
     def split(self, groups: Sequence[CheckedGroup]) -> tuple[list[CheckedGroup], list[CheckedGroup]]:
         """Return the new groups and the repeats; the caller reports to `settle` whether their answer was sent.
@@ -56,10 +56,10 @@ class Deduplication:
         fresh: list[CheckedGroup] = []
         repeated: list[CheckedGroup] = []
         for group in groups:
-            print_ = _fingerprint_of(group)
-            if print_ in self._until:
-                self._take_one(print_)
-                self._recognised[print_] += 1
+            fingerprint = _fingerprint(group)
+            if fingerprint in self._until:
+                self._take_one(fingerprint)
+                self._recognised[fingerprint] += 1
                 repeated.append(group)
             else:
                 fresh.append(group)
@@ -68,51 +68,53 @@ class Deduplication:
     def settle(self, repeated: Iterable[CheckedGroup], lost: Iterable[CheckedGroup]) -> None:
         """Record that the answer for these repeats was sent or lost; groups in `lost` may come again."""
         for group in repeated:
-            print_ = _fingerprint_of(group)
-            if self._recognised[print_] > 1:
-                self._recognised[print_] -= 1
-            elif not self._recognised.pop(print_, 0) and print_ in self._until:
+            fingerprint = _fingerprint(group)
+            if self._recognised[fingerprint] > 1:
+                self._recognised[fingerprint] -= 1
+            elif not self._recognised.pop(fingerprint, 0) and fingerprint in self._until:
                 # The store was read again after this repeat was recognised, so it is expected once more: remove it.
-                self._take_one(print_)
-            self._changed.add(print_)
+                self._take_one(fingerprint)
+            self._changed.add(fingerprint)
         for group in lost:
-            self._expect(_fingerprint_of(group), 1)
+            self._expect(_fingerprint(group), 1)
 
-    def news(self) -> list[tuple[bytes, int]]:
-        """Return the fingerprints whose expected count changed since `forget_news`, with their new counts."""
+    def pending_changes(self) -> list[tuple[bytes, int]]:
+        """Return the fingerprints whose expected count changed since `forget_changes`, with their new counts."""
         if not self._changed:
             return []
-        return [(print_, self._counts[print_] + self._recognised[print_]) for print_ in self._changed]
+        return [
+            (fingerprint, self._counts[fingerprint] + self._recognised[fingerprint]) for fingerprint in self._changed
+        ]
 
-    def forget_news(self) -> None:
+    def forget_changes(self) -> None:
         self._changed.clear()
 
-    def _expect(self, print_: bytes, count: int) -> None:
-        self._changed.add(print_)
+    def _expect(self, fingerprint: bytes, count: int) -> None:
+        self._changed.add(fingerprint)
         if self._window_seconds > 0:
-            self._counts[print_] += count
-            self._until[print_] = self._clock() + self._window_seconds
+            self._counts[fingerprint] += count
+            self._until[fingerprint] = self._clock() + self._window_seconds
 
-    def _take_one(self, print_: bytes) -> None:
-        self._counts[print_] -= 1
-        if not self._counts[print_]:
-            self._forget(print_)
+    def _take_one(self, fingerprint: bytes) -> None:
+        self._counts[fingerprint] -= 1
+        if not self._counts[fingerprint]:
+            self._forget(fingerprint)
 
     def _forget_before(self, now: float) -> None:
-        for print_ in [print_ for print_, until in self._until.items() if until < now]:
-            self._forget(print_)
+        for fingerprint in [fingerprint for fingerprint, until in self._until.items() if until < now]:
+            self._forget(fingerprint)
 
-    def _forget(self, print_: bytes) -> None:
-        del self._counts[print_], self._until[print_]
-        self._changed.add(print_)
+    def _forget(self, fingerprint: bytes) -> None:
+        del self._counts[fingerprint], self._until[fingerprint]
+        self._changed.add(fingerprint)
 
 
-def _fingerprint_of(group: CheckedGroup) -> bytes:
+def _fingerprint(group: CheckedGroup) -> bytes:
     parts = (group.text,) if group.columns is None else (group.text, group.columns)
-    return _fingerprint(group.env_id, parts)
+    return _digest(group.env_id, parts)
 
 
-def _fingerprint(env_id: int | None, parts: Iterable[bytes | memoryview]) -> bytes:
+def _digest(env_id: int | None, parts: Iterable[bytes | memoryview]) -> bytes:
     hasher = blake3(f"{env_id}:".encode())
     for part in parts:
         hasher.update(part)
@@ -198,7 +200,7 @@ class Submissions:
     def __init__(self, state: State, keys: IdempotencyKeys) -> None:
         self._state = state
         self._keys = keys
-        self.repeats = Deduplication(state.settings.dedup_window_seconds, state.clock)
+        self.repeats = Deduplication(state.settings.dedup_window, state.clock)
         self._answered: list[int] = []
 
     def take(
@@ -212,14 +214,13 @@ class Submissions:
         """Write the groups and queue them. Either all of them are kept or none is."""
         state = self._state
         self._check_pressure(groups)
-        if state.settings.require_versions:
-            for index, group in enumerate(groups):
-                self.check_version(group, f"groups[{index}].")
+        for index, group in enumerate(groups):
+            self.check(group, f"groups[{index}].")
         version = state.runs.open.policy_version if state.runs.open is not None else None
-        sealed = [seal(group, version) for group in groups]
+        bodies = [finish_text(group, version) for group in groups]
         now = state.clock()
         state.reach(Failpoint.SUBMISSION_CHECKED)
-        refs = state.bodies.append(sealed)
+        refs = state.bodies.append(bodies)
         rows = [
             GroupRow(
                 seq=state.next_seq + index,
@@ -233,19 +234,22 @@ class Submissions:
                 arrived_at=now,
                 key_id=key.key_id if key is not None else 0,
                 form=group.form,
+                policy=group.policy,
             )
             for index, (group, env_id, ref) in enumerate(zip(groups, env_ids, refs, strict=True))
         ]
         try:
             state.reach(Failpoint.GROUPS_STAGED)
-            state.ledger.add_submission(rows, key, answers=self._news())
+            state.ledger.add_submission(rows, key, answers=self._pending_changes())
         except BaseException:
             state.bodies.discard(refs)
             raise
-        self._forget_news()
+        self._forget_changes()
         state.reach(Failpoint.GROUPS_KEPT)
         self._enqueue(rows, run_id, key)
-        state.latest_body, state.latest_form = sealed[-1], groups[-1].form
+        for listener in state.on_queued:
+            listener(groups, rows)
+        state.latest_body, state.latest_form = bodies[-1], groups[-1].form
         self._count(groups)
         return rows
 
@@ -270,23 +274,23 @@ class Submissions:
 
     def close(self) -> None:
         """Record before an orderly exit which answers were sent, so that the next process expects no repeats."""
-        if self._answered or self.repeats.news():
+        if self._answered or self.repeats.pending_changes():
             self._record()
 
     def _record(self) -> None:
         # If this write fails, the next submission writes the record; until then the rows count as unanswered.
         with suppress(StoreUnavailable):
-            self._state.ledger.put_answers(self._news())
-            self._forget_news()
+            self._state.ledger.put_answers(self._pending_changes())
+            self._forget_changes()
 
-    def _news(self) -> Answers:
-        changed = self.repeats.news()
-        return Answers(self._answered, changed) if self._answered or changed else NO_NEWS
+    def _pending_changes(self) -> Answers:
+        changed = self.repeats.pending_changes()
+        return Answers(self._answered, changed) if self._answered or changed else NO_CHANGES
 
-    def _forget_news(self) -> None:
+    def _forget_changes(self) -> None:
         if self._answered:
             self._answered = []
-        self.repeats.forget_news()
+        self.repeats.forget_changes()
 
     def _enqueue(self, rows: Sequence[GroupRow], run_id: str, key: KeyRow | None) -> None:
         state = self._state
@@ -315,8 +319,11 @@ class Submissions:
                 queued_bytes=state.queue.body_bytes,
             )
 
-    def check_version(self, group: CheckedGroup, where: str) -> None:
-        """Refuse a group without policy versions, if the operator requires them of all."""
+    def check(self, group: CheckedGroup, where: str) -> None:
+        """Refuse a group of another policy than the open run trains, or one without versions if they are required."""
+        run = self._state.runs.open
+        if run is not None and group.policy not in (None, run.policy):
+            raise InvalidGroup(f"{where}policy", group.policy, f"the open run trains the policy {run.policy!r}")
         if self._state.settings.require_versions and group.oldest_version is None:
             reason = "every sampled token needs a policy version (the broker runs with --require-versions)"
             raise InvalidGroup(f"{where}policy_versions", None, reason)

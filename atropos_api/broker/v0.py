@@ -56,15 +56,15 @@ class LegacyEnvironment(msgspec.Struct, kw_only=True):
     min_batch_allocation: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
 
 
-class Checked(msgspec.Struct, kw_only=True):
+class CheckedGroups(msgspec.Struct, kw_only=True):
     """The groups of a list that may be queued. `refused` pairs the index of each other group with its error."""
 
     groups: list[CheckedGroup]
     refused: list[tuple[int, BrokerError]]
 
 
-class Taken(msgspec.Struct, kw_only=True):
-    """The outcome of a legacy submission; `refused` is that of `Checked`."""
+class V0Receipt(msgspec.Struct, kw_only=True):
+    """The outcome of a legacy submission; `refused` is that of `CheckedGroups`."""
 
     rows: list[GroupRow]
     duplicates: int
@@ -132,33 +132,33 @@ class AtroposContract:
         self._state.pacing_changed()
         return row, run
 
-    def check(self, items: Sequence[Fields], *, where: str = "") -> Checked:
+    def check(self, items: Sequence[Fields], *, where: str = "") -> CheckedGroups:
         """Validate each group of a list on its own; reads nothing that changes, so any thread may call it."""
-        checked = Checked(groups=[], refused=[])
+        checked = CheckedGroups(groups=[], refused=[])
         for index, fields in enumerate(items):
             place = where.format(index=index)
             try:
                 group = check_group(fields, where=place)
-                self._broker.intake.check_version(group, place)
+                self._broker.submissions.check(group, place)
                 checked.groups.append(group)
             except InvalidGroup as error:
                 checked.refused.append((index, error))
         return checked
 
-    def check_one(self, body: bytes) -> Checked:
+    def check_one(self, body: bytes) -> CheckedGroups:
         """Validate, as `check` does, a group that is a body of its own."""
         try:
             group = check_body(body)
-            self._broker.intake.check_version(group, "")
+            self._broker.submissions.check(group, "")
         except InvalidGroup as error:
-            return Checked(groups=[], refused=[(0, error)])
-        return Checked(groups=[group], refused=[])
+            return CheckedGroups(groups=[], refused=[(0, error)])
+        return CheckedGroups(groups=[group], refused=[])
 
-    def take(self, items: Sequence[Fields], *, key: str | None = None, where: str = "") -> Taken:
+    def take(self, items: Sequence[Fields], *, key: str | None = None, where: str = "") -> V0Receipt:
         """Accept every valid group of a list; an invalid one does not affect the others."""
         return self.take_checked(self.check(items, where=where), key=key)
 
-    def take_checked(self, checked: Checked, *, key: str | None = None) -> Taken:
+    def take_checked(self, checked: CheckedGroups, *, key: str | None = None) -> V0Receipt:
         groups = checked.groups
         owner = self._owner(groups[0]) if key is not None and groups else ""
         fresh, repeated = self._sort_out_repeats(groups, owner, key)
@@ -167,14 +167,14 @@ class AtroposContract:
         except BrokerError:
             # Nothing of the list was accepted: it will come again, and its repeats must be recognised again.
             if not key:
-                self._broker.intake.settle([], repeated, lost=repeated)
+                self._broker.submissions.settle([], repeated, lost=repeated)
             raise
         self._broker.count_unpackable(rows)
         if repeated:
             self._state.counters.groups_duplicate_total += len(repeated)
             logger.info("%d groups repeat groups that were accepted before; they are not accepted again", len(repeated))
         buffered, buffer_size = self._count_buffered(rows)
-        return Taken(
+        return V0Receipt(
             rows=rows,
             duplicates=len(repeated),
             refused=checked.refused,
@@ -184,9 +184,9 @@ class AtroposContract:
             repeated=[] if key else repeated,
         )
 
-    def settle(self, taken: Taken, *, arrived: bool = True) -> None:
+    def settle(self, taken: V0Receipt, *, arrived: bool = True) -> None:
         """Record that the answer was sent or, unless it `arrived`, that the same bytes may come again as a repeat."""
-        self._broker.intake.settle(taken.rows, taken.repeated, lost=() if arrived else taken.repeatable)
+        self._broker.submissions.settle(taken.rows, taken.repeated, lost=() if arrived else taken.repeatable)
 
     def next_batch(self) -> tuple[RunRow, list[GroupRow]] | None:
         """Commit the delivered batch and return the batch after it; None while that cannot be formed."""
@@ -198,6 +198,7 @@ class AtroposContract:
         groups = self._broker.batches.obtain(run, number)
         run = self._state.runs.require_open()
         if groups is None:
+            self._state.activity.batch_wait.note(self._state.clock(), number)
             if not run.started:
                 self._state.runs.change(run, started=True)
             return None
@@ -225,7 +226,7 @@ class AtroposContract:
             self._broker.succession.close(run)
             logger.warning("%s was ended by GET /reset_data; its trainer asked %.0f s ago", named(run), quiet)
         elif self._state.queue.groups:
-            self._broker.batches.drop([group for lane in self._state.queue.lanes for group in lane])
+            self._broker.batches.drop([group for lane in self._state.queue.lanes for group in lane], "reset")
         self._state.environments.disconnect_all()
         self._state.latest_body = None
         self._state.events.add("reset")
@@ -271,7 +272,7 @@ class AtroposContract:
         """Return the groups that are new, and those accepted before."""
         if key is not None:
             return (groups, []) if self._broker.keys.find(owner, key) is None else ([], groups)
-        return self._broker.intake.repeats.split(groups)
+        return self._broker.submissions.repeats.split(groups)
 
     def _store(self, groups: Sequence[CheckedGroup], owner: str, key: str | None) -> list[GroupRow]:
         if not groups:
@@ -285,7 +286,7 @@ class AtroposContract:
             else:
                 broker.touch(row)
         key_row = broker.keys.make(owner, key, len(groups)) if key is not None else None
-        return broker.intake.take(groups, env_ids, run_id=broker.run_for(known[0]), key=key_row)
+        return broker.submissions.take(groups, env_ids, run_id=broker.run_for(known[0]), key=key_row)
 
     def _owner(self, group: CheckedGroup) -> str:
         row = self._state.environments.find(group.env_id)

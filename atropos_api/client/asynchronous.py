@@ -20,6 +20,8 @@ from atropos_api.wire.messages import (
     EnvironmentRequest,
     Hold,
     HoldRequest,
+    ItemLease,
+    ItemRequest,
     Pacing,
     PolicyState,
     PolicyUpdate,
@@ -27,6 +29,8 @@ from atropos_api.wire.messages import (
     RunRequest,
     SubmitAnswer,
 )
+from atropos_api.wire.reports import EnvironmentActivity
+from atropos_api.wire.servers import InferenceServer, ServerLease, ServerReport, ServerSet
 
 
 class AsyncBrokerClient:
@@ -153,20 +157,64 @@ class AsyncBrokerClient:
         call = calls.heartbeat(environment_id, revision=revision, wait_seconds=wait_seconds)
         return calls.read_answer(await self._send(call), Pacing)
 
+    async def lease_items(self, environment_id: int, request: ItemRequest) -> ItemLease:
+        """Report what became of leased items and lease others; a repeated call gets the same answer."""
+        return calls.read_answer(await self._send(calls.lease_items(environment_id, request)), ItemLease)
+
     async def report_dropped(self, environment_id: int, report: DropReport) -> None:
         """Report how many groups the environment dropped so far, and why."""
         await self._send(calls.report_dropped(environment_id, report))
 
-    async def submit(self, environment_id: int, groups: Sequence[Group], *, idempotency_key: str) -> SubmitAnswer:
-        """Submit groups; repeating the call with the same key is harmless."""
-        call = calls.submit(environment_id, groups, idempotency_key=idempotency_key, form=self._form)
+    async def report_activity(self, environment_id: int, report: EnvironmentActivity) -> None:
+        """Report what the environment is doing, for the page."""
+        await self._send(calls.report_activity(environment_id, report))
+
+    async def submit(
+        self, environment_id: int, groups: Sequence[Group], *, idempotency_key: str, run_id: str | None = None
+    ) -> SubmitAnswer:
+        """Submit groups, for the open run or for `run_id`; repeating the call with the same key is harmless."""
+        call = calls.submit(environment_id, groups, idempotency_key=idempotency_key, run_id=run_id, form=self._form)
         try:
             return calls.read_answer(await self._send(call), SubmitAnswer)
         except BrokerRefused as refused:
             if not calls.wants_json(refused, self._form):
                 raise
         self._form = "json"
-        return await self.submit(environment_id, groups, idempotency_key=idempotency_key)
+        return await self.submit(environment_id, groups, idempotency_key=idempotency_key, run_id=run_id)
+
+    async def renew_server(
+        self, server_id: str, report: ServerReport, *, state: str | None = None, wait_seconds: float = 0.0
+    ) -> ServerLease:
+        """Register an inference server or renew its lease; answered once its state is not `state`, or after
+        `wait_seconds`.
+
+        The lease counts from the moment at which the broker takes the call, so a caller that is not told that moment
+        counts it from before the call.
+        """
+        call = calls.renew_server(server_id, report, state=state, wait_seconds=wait_seconds)
+        return calls.read_answer(await self._send(call), ServerLease)
+
+    async def get_servers(
+        self,
+        policy: str | None = None,
+        *,
+        answering: bool = False,
+        since: int | None = None,
+        wait_seconds: float = 0.0,
+    ) -> ServerSet:
+        """Return the registered inference servers, of one policy or all; with `answering` only those that answer
+        requests. With `since`, once the set's epoch is another, at the latest after `wait_seconds`.
+        """
+        call = calls.get_servers(policy, answering=answering, since=since, wait_seconds=wait_seconds)
+        return calls.read_answer(await self._send(call), ServerSet)
+
+    async def drain_server(self, server_id: str) -> InferenceServer:
+        """Let a server end the requests that it runs, take no new one, and leave."""
+        return calls.read_answer(await self._send(calls.drain_server(server_id)), InferenceServer)
+
+    async def remove_server(self, server_id: str, *, lease_id: str | None = None) -> None:
+        """End a server's lease; with `lease_id`, only that one."""
+        await self._send(calls.remove_server(server_id, lease_id=lease_id))
 
     async def status(self) -> dict[str, Any]:
         return calls.read_answer(await self._send(calls.status()), dict[str, Any])

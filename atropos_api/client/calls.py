@@ -6,7 +6,6 @@ token comes from a file, it is the newest one there.
 
 from __future__ import annotations
 
-import socket
 import ssl
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import msgspec
 
 from atropos_api.common.concurrency import Wait
 from atropos_api.common.errors import AtroposError
+from atropos_api.common.identity import find_host_error
 from atropos_api.common.secrets import TokenSource
 from atropos_api.wire.columns import MEDIA_TYPE, VERSION
 from atropos_api.wire.columns_groups import NotColumnar, decode_batch, encode_submission
@@ -27,11 +27,14 @@ from atropos_api.wire.messages import (
     EnvironmentRequest,
     FinishRequest,
     HoldRequest,
+    ItemRequest,
     PolicyUpdate,
     RunRequest,
     Submission,
     decode_problem,
 )
+from atropos_api.wire.reports import EnvironmentActivity, RunReport, TokenReport
+from atropos_api.wire.servers import ServerReport
 
 AnswerT = TypeVar("AnswerT")
 RETRIED_STATUSES: Final = frozenset({502, 503, 504})
@@ -139,10 +142,62 @@ def report_dropped(environment_id: int, report: DropReport) -> Call:
     return Call(method="PUT", path=path, content=_encoder.encode(report))
 
 
-def submit(environment_id: int, groups: Sequence[Group], *, idempotency_key: str, form: Form) -> Call:
+def report_activity(environment_id: int, report: EnvironmentActivity) -> Call:
+    path = f"/v1/environments/{environment_id}/activity"
+    return Call(method="PUT", path=path, content=_encoder.encode(report))
+
+
+def report_run(run_id: str, report: RunReport) -> Call:
+    return Call(method="POST", path=f"/v1/runs/{run_id}/metrics", content=_encoder.encode(report))
+
+
+def report_tokens(run_id: str, number: int, report: TokenReport) -> Call:
+    return Call(method="PUT", path=f"/v1/runs/{run_id}/batches/{number}/tokens", content=_encoder.encode(report))
+
+
+def lease_items(environment_id: int, request: ItemRequest) -> Call:
+    path = f"/v1/environments/{environment_id}/items"
+    return Call(method="POST", path=path, content=_encoder.encode(request))
+
+
+def submit(
+    environment_id: int, groups: Sequence[Group], *, idempotency_key: str, run_id: str | None, form: Form
+) -> Call:
     body, media_type = _encode_submission(environment_id, groups, form)
     headers = {"Idempotency-Key": idempotency_key, "Content-Type": media_type}
-    return Call(method="POST", path="/v1/groups", content=body, headers=headers)
+    params = {} if run_id is None else {"run_id": run_id}
+    return Call(method="POST", path="/v1/groups", params=params, content=body, headers=headers)
+
+
+def renew_server(server_id: str, report: ServerReport, *, state: str | None, wait_seconds: float) -> Call:
+    params = {"wait": str(wait_seconds)} if state is None else {"wait": str(wait_seconds), "state": state}
+    return Call(
+        method="PUT",
+        path=f"/v1/servers/{server_id}",
+        params=params,
+        content=_encoder.encode(report),
+        extra_seconds=wait_seconds,
+    )
+
+
+def get_servers(policy: str | None, *, answering: bool, since: int | None, wait_seconds: float) -> Call:
+    params = {"wait": str(wait_seconds), "answering": "true" if answering else "false"}
+    if policy is not None:
+        params["policy"] = policy
+    if since is not None:
+        params["since"] = str(since)
+    # Compressed once for all who follow the set, which has a few hundred bytes a server.
+    headers = {"Accept-Encoding": "gzip"}
+    return Call(method="GET", path="/v1/servers", params=params, headers=headers, extra_seconds=wait_seconds)
+
+
+def drain_server(server_id: str) -> Call:
+    return Call(method="POST", path=f"/v1/servers/{server_id}/drain")
+
+
+def remove_server(server_id: str, *, lease_id: str | None) -> Call:
+    params = {} if lease_id is None else {"lease_id": lease_id}
+    return Call(method="DELETE", path=f"/v1/servers/{server_id}", params=params)
 
 
 def status() -> Call:
@@ -179,6 +234,10 @@ def raise_for_problem(response: httpx.Response) -> None:
         raise RunSuperseded(refused.problem, refused.status)
     if refused.kind == "batch-committed":
         raise BatchCommitted(refused.problem, refused.status)
+    is_missing = refused.status == httpx.codes.NOT_FOUND and refused.kind != "unknown-server"
+    if is_missing and "/v1/servers" in response.url.path:
+        detail = f"{response.url} is not a route of this broker: its release has no registry of inference servers"
+        raise BrokerRefused({"detail": f"{detail}; upgrade it, or name servers by address"}, refused.status)
     raise refused
 
 
@@ -187,7 +246,7 @@ def should_retry(call: Call, failure: httpx.Response | httpx.TransportError) -> 
     if isinstance(failure, httpx.Response):
         # With 503 the broker itself states that nothing was kept.
         return failure.status_code == 503 or (failure.status_code in RETRIED_STATUSES and call.repeatable)
-    if isinstance(failure, httpx.UnsupportedProtocol) or _find_host_error(failure) is not None:
+    if isinstance(failure, httpx.UnsupportedProtocol) or find_host_error(failure) is not None:
         return False
     return call.repeatable or isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
 
@@ -213,7 +272,7 @@ def unreachable(url: str, error: Exception | None, *, waited_seconds: float) -> 
     """Return the error for a broker that does not answer; a host name that does not resolve has its own class."""
     if isinstance(error, httpx.UnsupportedProtocol):
         return BrokerHostUnknown(f"the broker's URL {url} does not begin with http:// or https://; try http://{url}")
-    host_error = _find_host_error(error)
+    host_error = find_host_error(error)
     if host_error is not None:
         host = httpx.URL(url).host
         return BrokerHostUnknown(f"the broker's host {host!r} cannot be resolved ({host_error}); check the URL {url}")
@@ -240,14 +299,6 @@ def _encode_submission(environment_id: int, groups: Sequence[Group], form: Form)
             # No trainer could use such a group; the broker explains the reason best from JSON.
             pass
     return _encoder.encode(Submission(environment_id=environment_id, groups=list(groups))), JSON
-
-
-def _find_host_error(error: BaseException | None) -> socket.gaierror | None:
-    while error is not None:
-        if isinstance(error, socket.gaierror):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
 
 
 class BrokerUnreachable(AtroposError):

@@ -1,7 +1,7 @@
-"""The broker's event stream `/v1/events` as an iterator, and its counts of dropped groups as lines to read.
+"""The broker's event stream `/v1/events` as an iterator, and what its status says of a run as lines to read.
 
-`watch_events` reads one connection; if it breaks off, the caller opens another. `explain_drops` is for programs that
-wait for a batch or watch the broker.
+`watch_events` reads one connection; if it breaks off, the caller opens another. `explain_wait` and `explain_drops` are
+for programs that wait for a batch or watch the broker.
 """
 
 from __future__ import annotations
@@ -93,6 +93,13 @@ def explain_drops(status: Mapping[str, Any]) -> Iterator[str]:
         latest = row.get("latest_drop") if isinstance(row, Mapping) else None
         if latest and latest.get("explanation") and sum((row.get("dropped_groups") or {}).values()) >= FEW:
             yield f"{row.get('name')}: {latest['explanation']}"
+
+
+def explain_wait(status: Mapping[str, Any]) -> str:
+    """Return the diagnosis of the run in one line; "" if nothing is wrong, or the broker is too old to say."""
+    finding = ((status.get("flow") or {}).get("diagnosis") or {}).get("finding") or {}
+    headline = finding.get("headline")
+    return headline if isinstance(headline, str) and finding.get("severity") != "ok" else ""
 
 
 def count_drops(status: Mapping[str, Any]) -> int:

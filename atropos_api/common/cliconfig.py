@@ -29,7 +29,19 @@ VERSION_FLAG = "--version"
 Adapt = Callable[[dict[str, Any], str], dict[str, Any]]
 """A function from a YAML file's content and path to the content that is read."""
 
-RUN_FILE_SECTIONS = frozenset({"trainer", "api", "vllm", "env", "openai", "environments", "teacher", "modes"})
+RUN_FILE_SECTIONS = (
+    "trainer",
+    "api",
+    "vllm",
+    "env",
+    "openai",
+    "teacher",
+    "environments",
+    "modes",
+    "modes_on_gpu",
+    "placement",
+)
+"""All sections of a run file; each program reads its own and passes over the others."""
 
 
 class ConfigError(AtroposError):
@@ -203,14 +215,16 @@ def _build_parser(options: Sequence[Option], *, prog: str, description: str) -> 
         description=description,
         epilog="Names may be written with _ for - as well.",
         formatter_class=_HelpFormatter,
+        add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
+    parser.add_argument("-h", "--help", action="help", help="Show this help and exit.")
     parser.add_argument(
-        "--config", action="append", default=[], metavar="FILE", help="YAML file under the flags; repeatable, merged"
+        "--config", action="append", default=[], metavar="FILE", help="YAML file under the flags; repeatable, merged."
     )
     # Only for the help: `run_cli` answers this flag before a parser exists.
-    parser.add_argument(VERSION_FLAG, action="store_true", help="print the version and exit")
+    parser.add_argument(VERSION_FLAG, action="store_true", help="Print the version and exit.")
     groups: dict[str, argparse._ActionsContainer] = {"": parser}
     for option in options:
         if option.group not in groups:
@@ -244,9 +258,9 @@ def _known_flags(options: Sequence[Option]) -> list[str]:
 
 def _select_section(model: type[BaseModel], content: dict[str, Any], section: str | None) -> dict[str, Any]:
     if section is None:
-        foreign = RUN_FILE_SECTIONS - set(model.model_fields)
+        foreign = set(RUN_FILE_SECTIONS) - set(model.model_fields)
         return {key: value for key, value in content.items() if key not in foreign}
-    if RUN_FILE_SECTIONS.isdisjoint(content):
+    if not set(RUN_FILE_SECTIONS) & set(content):
         return content
     return content.get(section) or {}
 

@@ -1,8 +1,8 @@
 """Waiting in one event loop, and blocking work in threads.
 
-`Condition` and `Notifier` wake waiters; `FairLock` is a lock granted in order of requests. `run_blocking` uses a daemon
-thread: anyio's and asyncio's worker threads are joined before a process exits, so one that is retrying a download keeps
-the process alive for minutes after a request to stop; a daemon thread does not.
+`Condition` and `Notifier` wake waiters; `FairLock` is a lock granted in order of requests. `run_blocking` and `Worker`
+use daemon threads: anyio's and asyncio's worker threads are joined before a process exits, so one that is retrying a
+download keeps the process alive for minutes after a request to stop; a daemon thread does not.
 """
 
 from __future__ import annotations
@@ -17,35 +17,41 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import TypeVar
 
 import anyio
 
 
 class Condition:
-    """A condition variable without a lock: a change rings it, and a waiter checks its condition after each ring."""
+    """A condition variable without a lock: a change notifies it, and a waiter checks its condition after that."""
 
     def __init__(self) -> None:
         self._next: anyio.Event | None = None
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         if self._next is not None:
             self._next.set()
             self._next = None
 
     async def wait(self) -> None:
-        """Return at the next ring. Nothing may be awaited between checking the condition and this call."""
+        """Return at the next notification. Nothing may be awaited between checking the condition and this call."""
         if self._next is None:
             self._next = anyio.Event()
         await self._next.wait()
 
 
 class Notifier:
-    """A notifier: it wakes every waiter, and costs nothing while there is none."""
+    """Wakes every waiter at once, and costs nothing while there is none."""
 
     def __init__(self) -> None:
         self._waiters: set[asyncio.Future[None]] = set()
         self.notifications = 0
+
+    @property
+    def waiting(self) -> int:
+        """Number of waiters."""
+        return len(self._waiters)
 
     def notify(self) -> None:
         self.notifications += 1
@@ -137,12 +143,43 @@ ResultT = TypeVar("ResultT")
 
 async def run_blocking(work: Callable[[], ResultT], *, about: str) -> ResultT:
     """Return the result of `work`, run in a thread; the log says every ten seconds what is waited for."""
+
+    def start(run: Callable[[], None]) -> None:
+        threading.Thread(target=run, name=about, daemon=True).start()
+
+    return await _run_elsewhere(work, start, about=about)
+
+
+class Worker:
+    """A thread for blocking calls of one kind: it makes them one after another, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def run(self, work: Callable[[], ResultT], *, about: str) -> ResultT:
+        """Return the result of `work`; the log says every ten seconds what is waited for."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._make_calls, name=about, daemon=True)
+            self._thread.start()
+        return await _run_elsewhere(work, self._calls.put, about=about)
+
+    def _make_calls(self) -> None:
+        while True:
+            self._calls.get()()
+
+
+async def _run_elsewhere(
+    work: Callable[[], ResultT], start: Callable[[Callable[[], None]], None], *, about: str
+) -> ResultT:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     outcome: Future[ResultT] = Future()
     context = contextvars.copy_context()
 
     def run() -> None:
+        if not outcome.set_running_or_notify_cancel():
+            return  # nobody waits for it any more
         try:
             outcome.set_result(context.run(work))
         except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
@@ -150,11 +187,13 @@ async def run_blocking(work: Callable[[], ResultT], *, about: str) -> ResultT:
         with suppress(RuntimeError):  # the loop is closed: the result is no longer needed
             loop.call_soon_threadsafe(ended.set)
 
-    threading.Thread(target=run, name=about, daemon=True).start()
-    waited = 0.0
-    while True:
-        with anyio.move_on_after(WAIT_LINE_SECONDS):
-            await ended.wait()
-            return outcome.result()
-        waited += WAIT_LINE_SECONDS
-        logger.info("waiting for %s (%.0f s)", about, waited)
+    start(run)
+    wait = Wait()
+    try:
+        while True:
+            with anyio.move_on_after(WAIT_LINE_SECONDS):
+                await ended.wait()
+                return outcome.result()
+            logger.info("waiting for %s (%.0f s)", about, wait.seconds)
+    finally:
+        outcome.cancel()

@@ -1,7 +1,8 @@
-"""Files that are written whole or not at all: data goes to a file next to the target, which is then renamed.
+"""Files and directories that are written whole or not at all: data goes beside the target, and is then renamed.
 
-`OutputFile` does not replace an existing file unless asked to; `write_private` makes files that only their own user may
-read.
+`write_directory` and `move_link` do so for directories and links; `sync_path` forces one to the disk, so that a power
+failure cannot undo it. `OutputFile` does not replace an existing file unless asked to; `write_private` makes files that
+only their own user may read. `RecentLines` is a file of lines that stays small.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, BinaryIO, Self
 
 from atropos_api.common.errors import AtroposError
 
@@ -38,6 +41,44 @@ def replace_whole(path: Path, write: Callable[[Path], object]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def sync_path(path: Path) -> None:
+    """Force a file's content, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def write_directory(directory: Path, *, synced: bool = False) -> Iterator[Path]:
+    """Yield a new directory, which becomes `directory` when the block ends without an error; an older one goes then.
+
+    With `synced` its files are on the disk before it has its name; the name is once the parent is synced. After an
+    error, or if the process is killed, `.NAME.part` stays beside it until the next call.
+    """
+    partial, old = (directory.with_name(f".{directory.name}.{suffix}") for suffix in ("part", "old"))
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    if synced:
+        for path in partial.iterdir():
+            sync_path(path)
+        sync_path(partial)
+    if directory.exists():
+        directory.rename(old)
+    partial.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def move_link(link: Path, target: str) -> None:
+    """Make a link, or an older link of that name, lead to `target` in one rename."""
+    partial = link.with_name(f".{link.name}.part")
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(target, target_is_directory=True)
+    partial.rename(link)
 
 
 class OutputFile:
@@ -105,6 +146,51 @@ class OutputFile:
             self.part.replace(self.path)
             return
         self.part.unlink()
+
+
+class RecentLines:
+    """A file of the newest lines: at most twice `keep` lines and twice `most_bytes` while it is open, half once closed.
+
+    A line is flushed when `append` returns. A file of an earlier process is continued; a line that it left incomplete
+    is dropped.
+    """
+
+    def __init__(self, path: Path, *, keep: int, most_bytes: int) -> None:
+        self.path = path
+        self._keep = keep
+        self._most_bytes = most_bytes
+        self._lines = self._bytes = 0
+        self._file: BinaryIO | None = None
+
+    def append(self, line: bytes) -> None:
+        """Add a line, given without its line break."""
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.trim()
+            self._file = self.path.open("ab")
+        self._file.write(line + b"\n")
+        self._file.flush()
+        self._lines, self._bytes = self._lines + 1, self._bytes + len(line) + 1
+        if self._lines >= 2 * self._keep or self._bytes >= 2 * self._most_bytes:
+            self.close()
+            self.trim()
+
+    def close(self) -> None:
+        """Close the file; the next line opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def trim(self) -> None:
+        """Reduce the closed file to its newest complete lines."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            newest = deque((line for line in file if line.endswith(b"\n")), maxlen=self._keep)
+        while len(newest) > 1 and sum(map(len, newest)) > self._most_bytes:
+            newest.popleft()
+        write_whole(self.path, b"".join(newest))
+        self._lines, self._bytes = len(newest), sum(map(len, newest))
 
 
 def free_path(path: Path) -> Path:

@@ -4,7 +4,7 @@
 which a run file gives as a file, a module, or the name under which a package offers it. `fingerprint` lets an
 environment and its inference server check that their tokenizers agree: two of one size that differ in a few ids train
 without any error, on tokens that the model never meant. `require_address` and `require_host` check addresses when they
-are set, not when a connection fails.
+are set, not when a connection fails; `find_host_error` finds the lookup that has failed then.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import re
+import socket
 from collections.abc import Mapping
 from typing import Annotated, Final
 from urllib.parse import urlsplit
@@ -74,6 +75,14 @@ def require_host(host: str) -> str:
     return host
 
 
+def split_address(text: str) -> tuple[str, int | None]:
+    """Return host and port of `HOST` or `HOST:PORT`; otherwise `ValueError` says what to write."""
+    if not _is_place(text) or urlsplit(f"//{text}").netloc != text or "@" in text:
+        raise ValueError(f"{text!r} is no address; write HOST or HOST:PORT, such as 10.0.0.1:29400")
+    parts = urlsplit(f"//{text}")
+    return str(parts.hostname), parts.port
+
+
 Address = Annotated[str, AfterValidator(require_address)]
 
 Host = Annotated[str, AfterValidator(require_host)]
@@ -95,3 +104,14 @@ def _is_host(host: str) -> bool:
     except ValueError:
         return _NAME.fullmatch(host) is not None
     return True
+
+
+def find_host_error(error: BaseException | None) -> socket.gaierror | None:
+    """Return the failed lookup of a host name among an error and its causes, if there is one."""
+    seen: set[int] = set()  # a chain of causes may lead back to itself
+    while error is not None and id(error) not in seen:
+        if isinstance(error, socket.gaierror):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
 import time
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Final, Literal
 
 from atropos_api.common.secrets import redact_text
 
+LogFormat = Literal["text", "json"]
 WINDOW_SECONDS: Final = 10.0
 MOST_ALIKE: Final = 20
 MOST_KINDS: Final = 1000
@@ -31,22 +34,51 @@ class _TextFormatter(logging.Formatter):
         return super().formatMessage(record)
 
 
+Describe = Callable[[], Mapping[str, str | int | None]]
+"""A function that returns what a program works on now: `run_id`, `step`, `policy_version` and the like."""
+
+
+class LogContext:
+    """Fields that every JSON record has in common; a program says them by `describe` once it can know them."""
+
+    def __init__(self) -> None:
+        self._describe: Describe = dict
+
+    def describe(self, describe: Describe) -> None:
+        """Ask `describe` at each record from now on."""
+        self._describe = describe
+
+    def fields(self) -> dict[str, str | int]:
+        with contextlib.suppress(Exception):  # a record must not be lost because a program is about to end
+            return {name: value for name, value in self._describe().items() if value is not None}
+        return {}
+
+
 class _JsonFormatter(logging.Formatter):
     """A formatter with one JSON object per record: a run's logs can be searched by field."""
 
+    def __init__(self, program: str, context: LogContext) -> None:
+        super().__init__()
+        self._program = program
+        self._context = context
+
     def format(self, record: logging.LogRecord) -> str:
-        event: dict[str, object] = {
+        event: dict[str, str | int] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
+            "program": self._program,
             "logger": record.name,
             "event": record.getMessage(),
+            **self._context.fields(),
         }
         if record.exc_info:
             event["exception"] = self.formatException(record.exc_info)
-        return json.dumps({name: redact_text(str(value)) for name, value in event.items()})
+        return json.dumps(
+            {name: value if isinstance(value, int) else redact_text(value) for name, value in event.items()}
+        )
 
 
-class _Sparing(logging.Filter):
+class _RateLimitFilter(logging.Filter):
     """A filter that bounds warnings: `MOST_ALIKE` of a kind pass in `WINDOW_SECONDS`, the rest are counted."""
 
     def __init__(self) -> None:
@@ -69,13 +101,16 @@ class _Sparing(logging.Filter):
         return count < MOST_ALIKE
 
 
-def setup_logging(name: str, *, level: str = "INFO", json_lines: bool = False) -> None:
+def setup_logging(name: str, *, level: str = "INFO", form: LogFormat = "text") -> LogContext:
     """Send this process's log records to stderr, each marked with the process's `name`."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler, context = logging.StreamHandler(sys.stderr), LogContext()
     text = f"%(asctime)s {name} %(levelname).1s %(message)s"
-    handler.setFormatter(_JsonFormatter() if json_lines else _TextFormatter(text, datefmt=DATE_FORMAT))
-    handler.addFilter(_Sparing())
+    as_text = _TextFormatter(text, datefmt=DATE_FORMAT)
+    handler.setFormatter(_JsonFormatter(name, context) if form == "json" else as_text)
+    handler.addFilter(_RateLimitFilter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(form == "json")
     for chatty in ("httpx", "httpcore"):
         # One line per request would bury everything else: the environments poll many times a second.
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    return context

@@ -1,4 +1,4 @@
-"""The names of all metrics, spelt once: metrics.jsonl, W&B, the page and (with `_` for `/`) Prometheus use these.
+"""The names of all metrics, spelt once: metrics.jsonl, W&B and the page use these, Prometheus a spelling of its own.
 
 The text under a name is its line in docs/reference/metrics.md, the comment over a group of names its heading there; a
 name in braces stands for a family. Code that logs a metric adds its name here, at the end of its section.
@@ -56,7 +56,8 @@ TRAINED_TOKENS: Final = "data/trained_tokens"
 TRAINED_FRACTION: Final = "data/trained_fraction"
 """Trained tokens divided by all sampled tokens."""
 LEFT_OUT: Final = "data/{cause}"
-"""Sequences left out: `overlong`, `truncated`, `no_signal` (rewards all equal), `zeroed`, `no_trained_token`."""
+"""Sequences left out: `overlong`, `truncated`, `no_signal` (rewards all equal), `zeroed`, `no_trained_token`,
+`absent` (of closed groups)."""
 NO_SIGNAL_FRACTION: Final = "data/no_signal_fraction"
 """Share of sequences left out because the rewards of their group are all equal."""
 
@@ -82,7 +83,7 @@ TRAIN_ENTROPY: Final = "train/entropy"
 TRAIN_KL: Final = "train/kl"
 """k3 estimate of the divergence of the policy from the one that sampled, in nats a token."""
 TRAIN_SKIPPED: Final = "train/skipped"
-"""1 if no group of the batch had a training signal, so that nothing was trained."""
+"""1 if no group of the batch had a training signal, or --staleness-mask left no token, so that nothing was trained."""
 TRAIN_NONFINITE: Final = "train/nonfinite"
 """Optimizer steps left out because loss or gradient was not finite."""
 TRAIN_POS_LOGP: Final = "train/pos_logp"
@@ -187,7 +188,21 @@ TIME_SYNC_WAIT: Final = "time/sync_wait"
 # Evaluation, logged by environments
 EVAL_ACCURACY: Final = "eval/accuracy"
 """Share of held-out problems answered right."""
+EVAL_PERCENT_CORRECT: Final = "eval/percent_correct"
+"""The same share, from 0 to 1, under Atropos' name."""
+EVAL_ACCURACY_OF_SET: Final = "eval/accuracy_{set}"
+"""Accuracy on one evaluation set of `math_server_zero`."""
 EVAL_FORMAT_REWARD: Final = "eval/format_reward"
 """Mean reward of the form alone."""
 EVAL_ANSWER_REWARD: Final = "eval/answer_reward"
 """Mean reward of the answer alone."""
+EVAL_LENGTH_MEAN: Final = "eval/length_mean"
+"""Mean number of tokens sampled for an answer."""
+EVAL_REWARD: Final = "eval/reward"
+"""Mean reward on held-out records; of `dataset_server` and `verifiers_server`."""
+EVAL_REWARD_PART: Final = "eval/reward/{name}"
+"""Mean score by one of several rewards; of `dataset_server`."""
+EVAL_JUDGED: Final = "eval/judged"
+"""Mean score that the judge gives; of `judge_server`."""
+EVAL_OTHER: Final = "eval/{name}"
+"""Mean of a metric of the wrapped environment; of `verifiers_server`."""

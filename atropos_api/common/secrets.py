@@ -172,7 +172,7 @@ class TokenSource:
         self.file = file
         self._flag = flag
         if token and not _is_token(token):
-            raise TokenUnreadable(f"{flag[: -len('-file')]}: is no token; {_FORM}")
+            raise TokenUnreadable(f"{flag[: -len('-file')]}: not a token; {_FORM}")
         self.value = token if file is None else read_token_file(file, flag=flag)
 
     @classmethod

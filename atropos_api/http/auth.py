@@ -9,7 +9,6 @@ that SIGHUP reloads.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import logging
 import re
 import signal
@@ -19,11 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Final
-from urllib.parse import urlsplit
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from atropos_api.common.cross_site import PAGE_HEADERS, SAFE_METHODS, foreign_page_header, host_name, is_address
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.secrets import TokenUnreadable, read_token_file
 from atropos_api.config import BrokerConfig, check_token
@@ -31,17 +30,17 @@ from atropos_api.http.problems import problem_response
 
 OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/health"})
 CHANGING_GETS: Final = re.compile(r"/(reset_data|batch|v1/batches/.*)/?")
-TOUCHING_GETS: Final = frozenset({"/status-env"})
-"""They only record that an environment is alive, but a foreign web page must not cause that either."""
+TOUCHING_GETS: Final = frozenset({"/status-env", "/v1/backup"})
+"""GETs that record that an environment is alive, or that cost much; they are refused to the pages of other sites."""
 
-SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 PREFIX: Final = "/t/"
-BEARER: Final = b"bearer "
-OWN_SITES: Final = frozenset({b"same-origin", b"none"})
-PAGE_HEADERS: Final = frozenset({b"origin", b"referer", b"sec-fetch-site", b"sec-purpose", b"purpose"})
-"""The headers that browsers add."""
+ORIGINAL_PATH: Final = "atropos.path"
+"""Key under which the scope has the path as it was asked for, if that was changed."""
 
-WANTED_HEADERS: Final = PAGE_HEADERS | {b"authorization", b"host"}
+BEARER: Final = b"bearer "
+PREFETCH_HEADERS: Final = (b"sec-purpose", b"purpose")
+BROWSER_HEADERS: Final = PAGE_HEADERS.union(PREFETCH_HEADERS)
+WANTED_HEADERS: Final = BROWSER_HEADERS | {b"authorization", b"host"}
 MOST_HOSTS: Final = 64
 
 Shown = Mapping[bytes, bytes]
@@ -93,22 +92,18 @@ class RequestGuard:
             name = host.decode("latin-1")[:80]
             detail = f"the host name {name!r} is not one of this broker's; allow it with --allowed-hosts"
             return problem_response(403, "cross-site-request", detail, field="Host", value=name)
-        if PAGE_HEADERS.isdisjoint(shown) or not (changes_something(method, path) or path in TOUCHING_GETS):
+        if BROWSER_HEADERS.isdisjoint(shown) or not (changes_something(method, path) or path in TOUCHING_GETS):
             return None
-        return self._check_page(shown, host)
+        return self._check_page(shown)
 
-    def _check_page(self, shown: Shown, host: bytes) -> Response | None:
+    def _check_page(self, shown: Shown) -> Response | None:
         """Refuse a request that a page of another origin caused, or that a browser only prefetches."""
         origin = shown.get(b"origin")
         if origin is not None and origin.decode("latin-1").lower() in self._allowed_origins:
             return None
-        for name, value in ((b"origin", origin), (b"referer", shown.get(b"referer"))):
-            if value is not None and _netloc(value) != host.lower():
-                return _refuse_page(name, value, "a page of another site may not change anything here")
-        site = shown.get(b"sec-fetch-site")
-        if site is not None and site not in OWN_SITES:
-            return _refuse_page(b"sec-fetch-site", site, "a page of another site may not change anything here")
-        for name in (b"sec-purpose", b"purpose"):
+        if (foreign := foreign_page_header(shown)) is not None:
+            return _refuse_page(*foreign, "a page of another site may not change anything here")
+        for name in PREFETCH_HEADERS:
             if b"prefetch" in shown.get(name, b""):
                 return _refuse_page(name, shown[name], "a browser's prefetch may not change anything here")
         return None
@@ -116,23 +111,15 @@ class RequestGuard:
     def _is_own_host(self, host: bytes) -> bool:
         if host in self._own_hosts:
             return True
-        own = self._is_own_name(host.decode("latin-1"))
+        own = self._is_own_name(host_name(host))
         if own and len(self._own_hosts) < MOST_HOSTS:
             self._own_hosts.add(host)
         return own
 
-    def _is_own_name(self, host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
+    def _is_own_name(self, name: str | None) -> bool:
+        if name is None:
             return False
-        if not name or name in self._host_names or name.endswith(".localhost"):
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
+        return not name or name in self._host_names or name.endswith(".localhost") or is_address(name)
 
 
 class AuthMiddleware:
@@ -160,15 +147,9 @@ def _take_prefix(scope: Scope) -> tuple[Scope, bytes | None]:
         token, path = shown.encode(), f"/{rest}"
     if len(path) > 1 and path.endswith("/"):
         path = path[:-1]
-    return (scope, None) if path is scope["path"] else ({**scope, "path": path, "raw_path": path.encode()}, token)
-
-
-def _netloc(url: bytes) -> bytes:
-    """Return host and port of a URL; `null`, which equals no host, if it is malformed or is `null`."""
-    try:
-        return urlsplit(url.decode("latin-1")).netloc.lower().encode("latin-1") or b"null"
-    except ValueError:
-        return b"null"
+    if path is scope["path"]:
+        return scope, None
+    return {**scope, "path": path, "raw_path": path.encode(), ORIGINAL_PATH: scope["path"]}, token
 
 
 def _refuse_page(header: bytes, value: bytes, detail: str) -> Response:

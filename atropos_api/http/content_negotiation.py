@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+import msgspec
 from fastapi import Request
 
 from atropos_api.errors import NotAcceptable, UnsupportedMediaType
@@ -88,8 +89,8 @@ async def latest_as_json(body: bytes, form: Form) -> bytes:
     return body if form == "json" else await asyncio.to_thread(columns_to_json, body)
 
 
-def join_batch(number: int, run_id: str, bodies: Sequence[bytes], form: Form) -> list[bytes]:
-    head = f'{{"number":{number},"run_id":"{run_id}"'.encode()
+def join_batch(number: int, run_id: str, policy: str, bodies: Sequence[bytes], form: Form) -> list[bytes]:
+    head = b'{"number":%d,"run_id":"%b","policy":%b' % (number, run_id.encode(), msgspec.json.encode(policy))
     if form == "columns":
         return [begin_body(head + b"}", len(bodies)), *bodies]
     return join_texts(head + b',"groups":[', bodies)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
+import zlib
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from fastapi import Request
+from isal import igzip
 
 from atropos_api.broker import Broker
-from atropos_api.broker.status import describe_status
+from atropos_api.broker.status import Status, describe_status
 from atropos_api.broker.v0 import AtroposContract
 from atropos_api.common.concurrency import FairLock, Notifier
 from atropos_api.common.identity import package_version
@@ -18,6 +22,45 @@ from atropos_api.config import BrokerConfig
 from atropos_api.errors import StoreUnavailable
 
 SHARED_STATUS_SECONDS: Final = 1.0
+GATHER_SECONDS: Final = 0.05
+GATHER_SECONDS_A_FOLLOWER: Final = 0.0005
+MOST_GATHER_SECONDS: Final = 1.0
+"""Limits of the time for which changes of the set of servers are gathered before its followers are told. It grows with
+their number, so that telling them takes a part of a core only, however fast servers come and go.
+"""
+
+MOST_SHARED_SETS: Final = 64
+"""Sets of servers whose encoding is kept, by policy; callers may ask for any number of policies."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSet:
+    """A set of servers, encoded and compressed once for all who follow it."""
+
+    epoch: int
+    described_at: float
+    text: bytes
+    gzip: bytes
+
+
+AT_ONCE_SECONDS: Final = 0.05
+"""Watchers that wake together share one status, although something more may have happened meanwhile."""
+
+
+class StatusText(NamedTuple):
+    """The status, encoded once for all watchers."""
+
+    text: bytes
+    notifications: int
+    """The count of notifications that it covers."""
+    described_at: float
+    diagnosis: str
+    """The rules that hold; it changes when the diagnosis does, and not with the seconds in its words."""
+    etag: str
+    """Changes with every notification and with the diagnosis."""
+
+
+NO_STATUS: Final = StatusText(b"", -1, float("-inf"), "", "")
 
 
 @dataclass(slots=True)
@@ -30,6 +73,10 @@ class AppContext:
     groups_notifier: Notifier = field(default_factory=Notifier)
     pacing_notifier: Notifier = field(default_factory=Notifier)
     events_notifier: Notifier = field(default_factory=Notifier)
+    servers_notifier: Notifier = field(default_factory=Notifier)
+    """Notifies servers that wait for a change of their own state."""
+    followers_notifier: Notifier = field(default_factory=Notifier)
+    """Notifies those who follow the set of servers, a moment after it changed."""
     stop_notifier: Notifier = field(default_factory=Notifier)
     legacy_batch_lock: FairLock = field(default_factory=FairLock)
     version: str = field(default_factory=package_version)
@@ -38,16 +85,78 @@ class AppContext:
     """The reason why the store refused the last write; None once it has taken one of that size."""
     store_failure_bytes: int = 0
 
-    _status: tuple[int, float, bytes] = (-1, 0.0, b"")
+    _servers: dict[tuple[str | None, bool], SharedSet] = field(default_factory=dict)
+    _lease_timer: asyncio.TimerHandle | None = None
+    _gather_timer: asyncio.TimerHandle | None = None
+    _status: StatusText = NO_STATUS
 
-    def status_text(self) -> bytes:
-        """Return the status, encoded once for all watchers while nothing changes."""
-        notifications, described_at, text = self._status
-        now = time.monotonic()
-        if notifications != self.events_notifier.notifications or now - described_at > SHARED_STATUS_SECONDS:
-            text = msgspec.json.encode(describe_status(self.broker))
-            self._status = (self.events_notifier.notifications, now, text)
-        return text
+    def shared_status(self, *, newest: bool = False) -> StatusText:
+        """Return the status, encoded once for all watchers while nothing changes, or for those that ask together.
+
+        With `newest` it covers everything that has happened.
+        """
+        age = time.monotonic() - self._status.described_at
+        same = self._status.notifications == self.events_notifier.notifications
+        if age > (SHARED_STATUS_SECONDS if same else AT_ONCE_SECONDS) or (newest and not same):
+            self._status = self.fresh_status()
+        return self._status
+
+    def fresh_status(self) -> StatusText:
+        status = describe_status(self.broker, store_failure=self.store_failure)
+        notifications, last_id = self.events_notifier.notifications, self.broker.state.events.last_id
+        diagnosis = _name_rules(status)
+        etag = f'"{last_id}-{notifications}-{zlib.crc32(diagnosis.encode()):x}"'
+        return StatusText(msgspec.json.encode(status), notifications, time.monotonic(), diagnosis, etag)
+
+    def servers_set(self, policy: str | None, *, answering: bool) -> SharedSet:
+        """Return a set of servers as all its followers get it; the servers' loads in it may be a second old."""
+        servers = self.broker.state.servers
+        servers.expire()
+        shared, now = self._servers.get((policy, answering)), time.monotonic()
+        is_new = shared is not None and shared.epoch == servers.epoch(policy, answering=answering)
+        if shared is None or not is_new or now - shared.described_at > SHARED_STATUS_SECONDS:
+            found = servers.select(policy, answering=answering)
+            text = msgspec.json.encode(found)
+            shared = SharedSet(found.epoch, now, text, igzip.compress(text, 1))
+            if len(self._servers) >= MOST_SHARED_SETS:
+                self._servers.clear()
+            self._servers[policy, answering] = shared
+        return shared
+
+    @property
+    def gathers_changes(self) -> bool:
+        """True from a change of the set of servers until its followers are told."""
+        return self._gather_timer is not None
+
+    def note_server_change(self) -> None:
+        """Notify the servers at once, and their followers after a moment in which further changes are gathered."""
+        self.servers_notifier.notify()
+        if self._gather_timer is None:
+            seconds = GATHER_SECONDS + GATHER_SECONDS_A_FOLLOWER * self.followers_notifier.waiting
+            self._gather_timer = asyncio.get_running_loop().call_later(
+                min(seconds, MOST_GATHER_SECONDS), self._tell_followers
+            )
+
+    def _tell_followers(self) -> None:
+        self._gather_timer = None
+        self.followers_notifier.notify()
+
+    def watch_leases(self) -> None:
+        """Make sure that leases end in time although nobody calls: those who wait for a change are told."""
+        if self._lease_timer is not None:
+            return
+        seconds = self.broker.state.servers.seconds_to_expiry()
+        if not math.isinf(seconds):
+            self._lease_timer = asyncio.get_running_loop().call_later(seconds, self._end_leases)
+
+    def _end_leases(self) -> None:
+        self._lease_timer = None
+        before = self.broker.state.servers.epoch()
+        self.broker.state.servers.expire()
+        if self.broker.state.servers.epoch() != before:
+            self.note_server_change()
+        if not self.stopping:
+            self.watch_leases()
 
     def why_not_ready(self) -> str | None:
         """Return the reason why submissions would not be kept now, or None. A store that failed is tried again."""
@@ -63,8 +172,23 @@ class AppContext:
 
     def stop(self) -> None:
         self.stopping = True
-        for notifier in (self.groups_notifier, self.pacing_notifier, self.events_notifier, self.stop_notifier):
+        for timer in (self._lease_timer, self._gather_timer):
+            if timer is not None:
+                timer.cancel()
+        for notifier in (
+            self.groups_notifier,
+            self.pacing_notifier,
+            self.events_notifier,
+            self.servers_notifier,
+            self.followers_notifier,
+            self.stop_notifier,
+        ):
             notifier.notify()
+
+
+def _name_rules(status: Status) -> str:
+    diagnosis = status.flow.diagnosis
+    return " ".join(f"{one.rule}:{one.severity}" for one in (diagnosis.finding, *diagnosis.notes))
 
 
 def context_of(request: Request) -> AppContext:

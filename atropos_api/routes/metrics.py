@@ -1,24 +1,21 @@
-"""`/metrics` in Prometheus' text form: the broker's own counts, and the process's version and resource use.
-
-The metrics of the process have the names that Prometheus' own clients use.
-"""
+"""`/metrics` in Prometheus' text form: the broker's own counts, and the process's version and resource use."""
 
 from __future__ import annotations
 
 import functools
-import platform
-import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Final
 
-import psutil
 from fastapi import APIRouter, Request, Response
+from prometheus_client.metrics_core import Metric as Family
 
 from atropos_api.broker import Broker
 from atropos_api.broker.queue import version_of
 from atropos_api.broker.runs import quiet_seconds
 from atropos_api.common import metric_names
+from atropos_api.common.prometheus import CONTENT_TYPE, Metric, collect_process, render
 from atropos_api.http.context import AppContext, context_of
 from atropos_api.routes.schema import TEXT, TEXT_SCHEMA, Answer, Operation
 from atropos_api.store.base import RunRow
@@ -28,9 +25,8 @@ router = APIRouter(tags=["operations"])
 route = functools.partial(Operation, router)
 
 PREFIX: Final = "atropos_"
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-COUNTER_HELP: Final = {
+_COUNTER_HELP: Final = {
     "groups_received_total": "Groups that were accepted",
     "sequences_received_total": "Sequences that were accepted",
     "tokens_received_total": "Tokens that were accepted",
@@ -52,7 +48,7 @@ COUNTER_HELP: Final = {
     "store_failures_total": "Writes that the store refused",
 }
 
-GAUGE_HELP: Final = {
+_GAUGE_HELP: Final = {
     "ready": "1 while the broker is ready for submissions, as at /readyz",
     "queued_groups": "Groups that wait for a batch",
     "queued_sequences": "Sequences that wait for a batch",
@@ -69,11 +65,34 @@ GAUGE_HELP: Final = {
     "policy_version": "The version of the published policy",
     "staleness_mean": "Trainer steps between policy and training, over the groups of the newest batch",
     "staleness_max": "The same, of its oldest group",
-    "environment_queued_sequences": "Sequences of one environment that wait for a batch",
 }
 
-DROPPED: Final = "groups_dropped_total"
-DROPPED_HELP: Final = "Groups that were dropped instead of trained, by environment and reason"
+COUNTERS: Final = {name: Metric(name, "counter", text) for name, text in _COUNTER_HELP.items()}
+
+GAUGES: Final = {name: Metric(name, "gauge", text) for name, text in _GAUGE_HELP.items()}
+
+DROPPED: Final = Metric(
+    "groups_dropped_total",
+    "counter",
+    "Groups that were dropped instead of trained, by environment and reason",
+    ("environment", "reason"),
+)
+
+QUEUED: Final = Metric(
+    "environment_queued_sequences",
+    "gauge",
+    "Sequences of one environment that wait for a batch",
+    ("environment",),
+)
+
+INFERENCE_SERVERS: Final = Metric(
+    "inference_servers",
+    "gauge",
+    "Registered inference servers, by policy and state",
+    ("policy", "state"),
+)
+
+METRICS: Final = (*COUNTERS.values(), DROPPED, *GAUGES.values(), QUEUED, INFERENCE_SERVERS)
 
 
 @route(
@@ -82,35 +101,30 @@ DROPPED_HELP: Final = "Groups that were dropped instead of trained, by environme
     answers={200: Answer(help="Counters and gauges in Prometheus' text form", content=TEXT_SCHEMA, media_type=TEXT)},
 )
 async def metrics(request: Request) -> Response:
-    return Response("".join(_render(context_of(request))), media_type=CONTENT_TYPE)
+    return Response(render(partial(_collect, context_of(request))), media_type=CONTENT_TYPE)
 
 
-def _render(context: AppContext) -> Iterator[str]:
+def _collect(context: AppContext) -> Iterator[Family]:
     broker = context.broker
-    yield from render_process(context.version)
-    yield from _series("ready", GAUGE_HELP["ready"], "gauge", [("", context.why_not_ready() is None)])
+    yield from collect_process()
+    yield GAUGES["ready"].family(PREFIX, context.why_not_ready() is None)
     for name, value in asdict(broker.state.counters).items():
-        yield from _series(name, COUNTER_HELP[name], "counter", [("", value)])
+        yield COUNTERS[name].family(PREFIX, value)
     for name, value in _gauges(broker).items():
-        yield from _series(name, GAUGE_HELP[name], "gauge", [("", value)])
-    yield from _series(DROPPED, DROPPED_HELP, "counter", _dropped(broker))
-    queued = [
-        (
-            f'{{environment="{_escape(row.display_name)}"}}',
-            broker.state.queue.sequences_by_env.get(row.environment_id, 0),
-        )
-        for row in broker.state.environments
-    ]
-    name = "environment_queued_sequences"
-    yield from _series(name, GAUGE_HELP[name], "gauge", queued)
+        yield GAUGES[name].family(PREFIX, value)
+    yield DROPPED.family(PREFIX, *_dropped(broker))
+    queued = broker.state.queue.sequences_by_env
+    yield QUEUED.family(
+        PREFIX,
+        *(((row.display_name,), queued.get(row.environment_id, 0)) for row in broker.state.environments),
+    )
+    servers = broker.state.servers.counts()
+    yield INFERENCE_SERVERS.family(PREFIX, *(((policy, state), count) for policy, state, count in servers))
 
 
-def _dropped(broker: Broker) -> list[tuple[str, float]]:
+def _dropped(broker: Broker) -> list[tuple[tuple[str, ...], float]]:
     rows: dict[int | None, str] = {row.environment_id: row.display_name for row in broker.state.environments}
-    return [
-        (f'{{environment="{_escape(rows.get(environment_id, ""))}",reason="{_escape(reason)}"}}', count)
-        for environment_id, reason, count in broker.state.drops
-    ]
+    return [((rows.get(environment_id, ""), reason), count) for environment_id, reason, count in broker.state.drops]
 
 
 def _gauges(broker: Broker) -> dict[str, float]:
@@ -154,62 +168,5 @@ def _staleness(broker: Broker, run: RunRow) -> dict[str, float]:
     }
 
 
-def _series(name: str, meaning: str, kind: str, samples: Sequence[tuple[str, float]]) -> Iterator[str]:
-    yield f"# HELP {PREFIX}{name} {meaning}\n# TYPE {PREFIX}{name} {kind}\n"
-    for labels, value in samples:
-        yield f"{PREFIX}{name}{labels} {value:d}\n" if isinstance(value, bool) else f"{PREFIX}{name}{labels} {value}\n"
-
-
 def _spell(name: str) -> str:
     return name.replace("/", "_")
-
-
-def _escape(label: str) -> str:
-    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-BUILD_INFO: Final = "atropos_build_info"
-
-
-class ProcessMetric(NamedTuple):
-    """A metric of the process: its name, its kind and its meaning."""
-
-    name: str
-    kind: str
-    meaning: str
-
-
-PROCESS_METRICS: Final = (
-    ProcessMetric(BUILD_INFO, "gauge", "1; its labels are the versions of the broker and of Python"),
-    ProcessMetric("process_cpu_seconds_total", "counter", "User and system CPU time of the broker's process"),
-    ProcessMetric("process_resident_memory_bytes", "gauge", "Memory that the process holds in RAM"),
-    ProcessMetric("process_virtual_memory_bytes", "gauge", "Addresses that the process has mapped"),
-    ProcessMetric("process_open_fds", "gauge", "Open files and connections"),
-    ProcessMetric("process_max_fds", "gauge", "Limit on open files and connections"),
-    ProcessMetric("process_start_time_seconds", "gauge", "Start time of the process, in seconds since 1970"),
-)
-
-
-def render_process(version: str) -> Iterator[str]:
-    """Yield the lines of the process metrics."""
-    values = _measure()
-    for metric in PROCESS_METRICS:
-        sample = metric.name
-        if metric.name == BUILD_INFO:
-            sample += f'{{version="{version}",python="{platform.python_version()}"}}'
-        yield f"# HELP {metric.name} {metric.meaning}\n# TYPE {metric.name} {metric.kind}\n"
-        yield f"{sample} {values.get(metric.name, 1)}\n"
-
-
-def _measure() -> dict[str, float]:
-    process = psutil.Process()
-    with process.oneshot():
-        times, memory = process.cpu_times(), process.memory_info()
-        return {
-            "process_cpu_seconds_total": times.user + times.system,
-            "process_resident_memory_bytes": memory.rss,
-            "process_virtual_memory_bytes": memory.vms,
-            "process_open_fds": process.num_fds(),
-            "process_max_fds": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-            "process_start_time_seconds": process.create_time(),
-        }

@@ -15,6 +15,7 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.routing import BaseRoute
 
 from atropos_api.http.request import JSON, LONGEST_KEY, LONGEST_WAIT_SECONDS
+from atropos_api.store.base import Event
 from atropos_api.wire.groups import Group
 
 Schema = dict[str, Any]
@@ -243,6 +244,13 @@ class NoExample(Struct, kw_only=True):
 class Health(Struct, kw_only=True):
     status: str
     detail: str | UnsetType = UNSET
+
+
+class RecentEvents(Struct, kw_only=True):
+    """Events, and the id of the last one that has happened."""
+
+    events: list[Event]
+    last_id: int
 
 
 class EnvironmentId(Struct):

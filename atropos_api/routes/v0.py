@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from atropos_api.broker.status import StatusEnv
-from atropos_api.broker.v0 import Checked, LegacyEnvironment, LegacyRegistration, Taken
+from atropos_api.broker.v0 import CheckedGroups, LegacyEnvironment, LegacyRegistration, V0Receipt
 from atropos_api.errors import InvalidRequest, QueueFull, UnknownEnvironment
 from atropos_api.http.content_negotiation import VARIES, encode_pieces, in_form, join_texts, latest_as_json
 from atropos_api.http.context import AppContext, context_of
@@ -30,6 +30,8 @@ from atropos_api.http.request import (
     wants_gzip,
 )
 from atropos_api.http.streaming import ChunkedResponse, ConfirmedResponse, LongPoll
+from atropos_api.page.files import wants_page
+from atropos_api.routes.page import answer_page
 from atropos_api.routes.schema import (
     ENV_ID,
     EXAMPLE_GROUP,
@@ -80,10 +82,13 @@ _encode = msgspec.json.Encoder().encode
 
 @route(
     "GET /",
-    "The name of the API",
+    "The name of the API; for browsers, the live page",
+    help="A browser is one whose `Accept` names `text/html`.",
     answers=ok(Welcome, "The name of the API", {"message": "AtroposLib API"}),
 )
-async def root() -> Response:
+async def root(request: Request) -> Response:
+    if wants_page(request.headers.get("accept", "")):
+        return answer_page(request)
     return json_response(Welcome(message="AtroposLib API"))
 
 
@@ -351,7 +356,7 @@ async def _retry_while_full(request: Request, take: Callable[[], Response]) -> R
                 raise
 
 
-def _take_one(context: AppContext, view: RequestView, checked: Checked) -> Response:
+def _take_one(context: AppContext, view: RequestView, checked: CheckedGroups) -> Response:
     key = read_key(view)
     if checked.refused:
         raise checked.refused[0][1]
@@ -361,7 +366,7 @@ def _take_one(context: AppContext, view: RequestView, checked: Checked) -> Respo
     return _answer(context, taken, RECEIVED, 200)
 
 
-def _take_list(context: AppContext, view: RequestView, checked: Checked) -> Response:
+def _take_list(context: AppContext, view: RequestView, checked: CheckedGroups) -> Response:
     taken = context.legacy.take_checked(checked, key=read_key(view))
     answer: dict[str, Any] = {"status": "received", "groups_processed": len(taken.rows) + taken.duplicates}
     if taken.buffered:
@@ -376,7 +381,7 @@ def _take_list(context: AppContext, view: RequestView, checked: Checked) -> Resp
     return _answer(context, taken, _encode(answer), 422)
 
 
-def _answer(context: AppContext, taken: Taken, answer: bytes, status_code: int) -> Response:
+def _answer(context: AppContext, taken: V0Receipt, answer: bytes, status_code: int) -> Response:
     if not taken.repeatable:  # with a key, or with nothing taken, it does not matter if the answer arrives
         return ChunkedResponse([answer], status_code=status_code, media_type=JSON)
 

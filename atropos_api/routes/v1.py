@@ -67,6 +67,8 @@ from atropos_api.wire.messages import (
     FinishRequest,
     Hold,
     HoldRequest,
+    ItemLease,
+    ItemRequest,
     Pacing,
     PolicyState,
     PolicyUpdate,
@@ -91,7 +93,10 @@ _encode = msgspec.json.Encoder().encode
     "Submit scored groups",
     help="All groups are of one environment; the body is JSON or binary columns. The request is accepted or refused "
     "as a whole.",
-    parameters=(KEY,),
+    parameters=(
+        KEY,
+        in_query("run_id", TEXT_SCHEMA, "The run they are meant for; if another is open, it does not get them"),
+    ),
     body=Submission,
     columns=True,
     example={"environment_id": 0, "groups": [EXAMPLE_GROUP]},
@@ -102,17 +107,18 @@ async def submit(request: Request) -> Response:
     view = RequestView.of(request, b"")
     key, form = read_key(view), form_of_body(view)
     submission = await in_thread_if_large(functools.partial(read_submission, form=form), await read_body(request))
-    return _take(context_of(request), key, *submission)
+    return _take(context_of(request), view, key, *submission)
 
 
 def answer_submit(context: AppContext, view: RequestView) -> Response:
     key, form = read_key(view), form_of_body(view)
-    return _take(context, key, *read_submission(view.body, form))
+    return _take(context, view, key, *read_submission(view.body, form))
 
 
-def _take(context: AppContext, key: str | None, env_id: int, groups: list[CheckedGroup]) -> Response:
+def _take(context: AppContext, view: RequestView, key: str | None, env_id: int, groups: list[CheckedGroup]) -> Response:
     broker = context.broker
-    submitted = broker.take(env_id, groups, key=key)
+    run_id = view.parameter("run_id") if view.query else None
+    submitted = broker.take(env_id, groups, key=key, run_id=run_id)
 
     def note(accepted: bool) -> None:
         broker.settle(submitted, arrived=accepted)
@@ -167,6 +173,24 @@ async def report_dropped(request: Request, environment_id: str) -> Response:
 
 
 @route(
+    "POST /v1/environments/{environment_id}/items",
+    "Lease items of the environment's data, and report what became of those leased before",
+    help="Items are numbers, counted from 0 in each run. One is leased until it is finished or dropped, or until "
+    "another process of the environment asks: then it is leased again, before new ones. A repeated call gets the same "
+    "answer.",
+    parameters=(ENVIRONMENT_ID,),
+    body=ItemRequest,
+    example={"process": "5f0c2a", "call": 2, "finished": [0, 1], "dropped": {"equal-scores": [2]}, "count": 3},
+    answers=ok(ItemLease, "The items that are this process's now"),
+    errors=("invalid-request", "unknown-environment", *WRITES),
+)
+async def lease_items(request: Request, environment_id: str) -> Response:
+    asked = decode_body(await read_body(request), ItemRequest)
+    broker = context_of(request).broker
+    return json_response(broker.lease_items(parse_int(environment_id, "environment_id"), asked))
+
+
+@route(
     "GET /v1/batches/{number}",
     "Batch by number; the same bytes until it is committed",
     help="The batch is formed at the first request and has the same groups and bytes until it is committed. The "
@@ -206,7 +230,9 @@ async def get_batch(request: Request, number: str) -> Response:
         groups = context.broker.get_batch(wanted, run_id=run_id, epoch=epoch, rank=rank, world_size=world_size)
         if groups is not None:
             return await _batch_response(request, context, wanted, groups, form)
-        if not await wait.on(context.groups_notifier, at_most=_until_retry(context)):
+        with context.broker.state.activity.batch_wait.request():
+            waited = await wait.on(context.groups_notifier, at_most=_until_retry(context))
+        if not waited:
             return Response(status_code=204, headers={"Retry-After": "0"})
 
 
@@ -219,9 +245,9 @@ def _until_retry(context: AppContext) -> float:
 async def _batch_response(
     request: Request, context: AppContext, number: int, groups: list[GroupRow], form: Form
 ) -> Response:
-    run_id = context.broker.state.runs.require_open().run_id
+    run = context.broker.state.runs.require_open()
     bodies = await in_form(context.broker.read_bodies(groups), groups, form)
-    pieces, headers = await encode_pieces(request, join_batch(number, run_id, bodies, form))
+    pieces, headers = await encode_pieces(request, join_batch(number, run.run_id, run.policy, bodies, form))
     return ChunkedResponse(pieces, media_type=MEDIA_TYPES[form], headers=headers)
 
 
@@ -330,7 +356,11 @@ async def policy(request: Request) -> Response:
     wait = LongPoll(request, read_wait(request))
     while True:
         state = context.broker.policy_state(run_id, epoch)
-        if not state.held_seconds or not await wait.on(context.pacing_notifier, at_most=state.held_seconds):
+        if not state.held_seconds:
+            return json_response(state)
+        with context.broker.state.activity.publish_wait.request():
+            waited = await wait.on(context.pacing_notifier, at_most=state.held_seconds)
+        if not waited:
             return json_response(state)
 
 

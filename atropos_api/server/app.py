@@ -24,7 +24,7 @@ from atropos_api.http.problems import (
     as_coroutine,
 )
 from atropos_api.http.streaming import TRANSPORT_KEY, find_transport
-from atropos_api.routes import docs, metrics, ops, v0, v1
+from atropos_api.routes import docs, metrics, ops, page, servers, v0, v1, watch
 from atropos_api.routes.docs import make_document
 from atropos_api.routes.schema import operations_of
 from atropos_api.server.fast_path import DirectCalls, HotRoutes, make_direct_calls
@@ -47,7 +47,7 @@ class BrokerApp(FastAPI):
     """The state that the handlers share."""
 
     direct_calls: DirectCalls
-    """The calls that connections may make directly."""
+    """Handlers that the connections' fast path calls without ASGI."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[TRANSPORT_KEY] = find_transport(send)
@@ -81,7 +81,10 @@ def create_app(config: BrokerConfig, broker: Broker, token: AcceptedToken | None
     for kind, answer in ANSWERS.items():
         app.add_exception_handler(kind, as_coroutine(answer))
     # Routes are tried in order, so those called most come first.
-    for router in (v1.router, v0.router, ops.router, metrics.router, docs.router):
+    for router in (
+        *(v1.router, servers.router, v0.router, watch.router, page.router),
+        *(ops.router, metrics.router, docs.router),
+    ):
         app.include_router(router)
     if broker.state.reach is not ignore_failpoint:
         app.add_middleware(AnswerSteps, reach=broker.state.reach)
@@ -94,6 +97,7 @@ def make_context(config: BrokerConfig, broker: Broker) -> AppContext:
     broker.state.on_pacing.append(context.pacing_notifier.notify)
     # Requests that wait for a run's batches must notice that it ended or was taken over.
     broker.state.on_pacing.append(context.groups_notifier.notify)
+    broker.state.servers.on_change.append(lambda _: context.note_server_change())
     broker.state.events.on_event.append(context.events_notifier.notify)
     broker.state.on_groups.append(context.events_notifier.notify)
     return context

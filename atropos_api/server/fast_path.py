@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Final, Protocol
 
 from fastapi import Request
@@ -21,13 +22,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from atropos_api.errors import BrokerError
-from atropos_api.http.auth import PAGE_HEADERS, RequestGuard, changes_something
+from atropos_api.http.auth import BROWSER_HEADERS, RequestGuard, changes_something
 from atropos_api.http.connection_limits import GuardedProtocol
 from atropos_api.http.context import AppContext
 from atropos_api.http.problems import answer_broker_error, answer_client_gone, answer_error, fault_response
 from atropos_api.http.request import RequestView
 from atropos_api.http.streaming import ChunkedResponse, ConfirmedResponse, has_disconnected, was_written
-from atropos_api.routes import v0, v1
+from atropos_api.routes import servers, v0, v1
 from atropos_api.server.group_commit import steps_of
 from atropos_api.store.failpoints import ignore_failpoint
 
@@ -47,6 +48,14 @@ HANDLERS: Final[Mapping[tuple[str, str], tuple[Handler, DirectHandler]]] = {
     ("GET", "/batch"): (v0.batch, v0.answer_batch),
 }
 
+WAITING: Final[Mapping[tuple[str, str], Handler]] = {("GET", "/v1/servers"): servers.list_servers}
+"""Frequent calls that may wait, so that no connection can answer them itself."""
+
+NAMED: Final[Mapping[tuple[str, str], Callable[[Request, str], Awaitable[Response]]]] = {
+    ("PUT", "/v1/servers"): servers.renew,
+}
+"""The same, of paths whose last part is a name."""
+
 
 class HotRoutes:
     """ASGI middleware for the frequent calls: it is innermost, so the request guard and the sync surround it too."""
@@ -55,11 +64,10 @@ class HotRoutes:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = HANDLERS.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
-        if found is None:
+        handler = find_handler(scope["method"], scope["path"]) if scope["type"] == "http" else None
+        if handler is None:
             await self._app(scope, receive, send)
             return
-        handler, _ = found
         request = Request(scope, receive, send)
         try:
             response = await handler(request)
@@ -68,6 +76,21 @@ class HotRoutes:
         except ClientDisconnect as error:
             response = answer_client_gone(request, error)
         await response(scope, receive, send)
+
+
+def find_handler(method: str, path: str) -> Handler | None:
+    """Return the handler of a frequent call; None for any other."""
+    if (found := HANDLERS.get((method, path))) is not None:
+        return found[0]
+    if (waiting := WAITING.get((method, path))) is not None:
+        return waiting
+    parent, _, name = path.rpartition("/")
+    named = NAMED.get((method, parent))
+    return None if named is None else partial(_named, named, name)
+
+
+def _named(handler: Callable[[Request, str], Awaitable[Response]], name: str, request: Request) -> Awaitable[Response]:
+    return handler(request, name)
 
 
 class DirectCall:
@@ -122,7 +145,7 @@ class HasDirectCalls(Protocol):
 MOST_IN_A_ROW: Final = 16
 """Limit on direct answers to one piece of input; others are served before the rest."""
 
-SLOW_PATH_HEADERS: Final = PAGE_HEADERS | {b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"}
+SLOW_PATH_HEADERS: Final = BROWSER_HEADERS | {b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"}
 
 
 class FastPathProtocol(GuardedProtocol):

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import Final, Protocol, cast
@@ -26,10 +27,12 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.supervisors import ChangeReload
 
 from atropos_api.broker import Broker
+from atropos_api.broker.batch_traces import BatchTraces
 from atropos_api.common.errors import AtroposError
-from atropos_api.common.logs import setup_logging
+from atropos_api.common.logs import LogContext, setup_logging
 from atropos_api.common.malloc import Trimmer
 from atropos_api.common.secrets import program_words
+from atropos_api.common.tracing import Tracing, open_tracing
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import PortInUse
 from atropos_api.http.auth import AcceptedToken, reloaded_on_hangup
@@ -139,29 +142,31 @@ LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 BACKLOG = 2048
 
 
-def serve(config: BrokerConfig) -> int:
+def serve(config: BrokerConfig, logs: LogContext) -> int:
     """Listen, and serve until a signal stops the process."""
     with bind(config.host, config.port) as listener:
         config = with_token(config)
         if config.reload:
             return serve_reloading(config, listener)
-        return serve_on(config, listener)
+        return serve_on(config, listener, logs)
 
 
-def serve_on(config: BrokerConfig, listener: socket.socket) -> int:
+def serve_on(config: BrokerConfig, listener: socket.socket, logs: LogContext) -> int:
     """Open the store and serve on a listening socket."""
     host, port = listener.getsockname()[:2]
     reach = read_crash_step(os.environ)
     if reach is not ignore_failpoint:
         logger.warning("%s is set, for tests: this broker exits or stops at that failpoint", CRASH_VARIABLE)
     token = AcceptedToken(config.token, file=config.token_file)
-    with reloaded_on_hangup(token, file=config.token_file):
+    tracing = open_tracing(config.otlp_traces_endpoint, service="atropos-broker")
+    with closing(tracing), reloaded_on_hangup(token, file=config.token_file):
         if is_redis(config.store):
             session = open_session(config.store, lease_seconds=config.lease)
             logger.info("listening on http://%s:%d, store %s", host, port, session.place)
-            return serve_redis(config, session, listener, token=token, reach=reach)
+            return serve_redis(config, session, listener, token=token, reach=reach, logs=logs, tracing=tracing)
         store = open_store(config.store, fsync=config.fsync, fresh=config.fresh, reach=reach)
         app, broker = make_app(config, store, token=token, reach=reach)
+        observe(broker, logs, tracing)
         logger.info("listening on http://%s:%d, store %s; %s", host, port, config.store, describe_contents(broker))
         try:
             BrokerServer(app, config, app.context.stop).run(sockets=[listener])
@@ -171,12 +176,20 @@ def serve_on(config: BrokerConfig, listener: socket.socket) -> int:
 
 
 def serve_redis(
-    config: BrokerConfig, session: RedisSession, listener: socket.socket, *, token: AcceptedToken, reach: Reach
+    config: BrokerConfig,
+    session: RedisSession,
+    listener: socket.socket,
+    *,
+    token: AcceptedToken,
+    reach: Reach,
+    logs: LogContext,
+    tracing: Tracing,
 ) -> int:
     """Serve while this process holds the lease of a Redis, stand by while it does not."""
 
     def activate(*, fresh: bool) -> tuple[BrokerApp, Broker]:
         app, broker = make_app(config, open_held(session, fresh=fresh), token=token, reach=reach)
+        observe(broker, logs, tracing)
         logger.info("active on %s; %s", session.place, describe_contents(broker))
         return app, broker
 
@@ -194,8 +207,17 @@ def make_app(
 ) -> tuple[BrokerApp, Broker]:
     ledger, bodies = store
     reach(Failpoint.STORE_OPENED)
-    broker = Broker(ledger, bodies, settings=config.settings(), reach=reach)
+    broker = Broker(ledger, bodies, settings=config, reach=reach)
     return create_app(config, broker, token), broker
+
+
+def observe(broker: Broker, logs: LogContext, tracing: Tracing) -> None:
+    """Let log records tell of the broker's run, and trace its groups if traces are on."""
+    logs.describe(broker.log_fields)
+    if tracing.is_on:
+        traces = BatchTraces(tracing)
+        broker.state.on_queued.append(traces.on_queued)
+        broker.state.on_formed.append(traces.on_formed)
 
 
 def with_token(config: BrokerConfig) -> BrokerConfig:
@@ -273,9 +295,9 @@ def serve_reloading(config: BrokerConfig, listener: socket.socket) -> int:
 def serve_child(config: BrokerConfig, *, sockets: list[socket.socket]) -> None:
     # uvicorn spawns this process, so it imports the changed source.
 
-    setup_logging("run-api", level=config.log_level)
+    logs = setup_logging("run-api", level=config.log_level, form=config.log_format)
     try:
-        serve_on(config, sockets[0])
+        serve_on(config, sockets[0], logs)
     except AtroposError as error:
         logger.error("%s", error)  # noqa: TRY400 - the line says all there is to say
         sys.exit(2)

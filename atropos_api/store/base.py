@@ -12,7 +12,8 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from atropos_api.wire.groups import Form
+from atropos_api.store.backup import OpenSegment
+from atropos_api.wire.groups import DEFAULT_POLICY, Form
 
 KEPT_EVENTS: Final = 2000
 NO_RUN = ""
@@ -38,6 +39,7 @@ class HoldRow(msgspec.Struct, kw_only=True, frozen=True):
     until: float
     version: int | None
     reason: str
+    since: float = 0.0
 
 
 class RunRow(msgspec.Struct, kw_only=True):
@@ -71,10 +73,42 @@ class RunRow(msgspec.Struct, kw_only=True):
     holds: tuple[HoldRow, ...] = ()
     policy_name: str | None = None
     """The model name that requests the published policy from a server; None: any."""
+    policy: str = DEFAULT_POLICY
+    """Name of the policy that it trains."""
+    policy_servers: tuple[str, ...] = ()
+    """Lease ids of the registered servers that were proven to serve the published policy."""
     trainer_seen_at: float = 0.0
     """Time of its trainer's last registration or call; kept in memory, and written now and then."""
+    batches_dir: str = ""
+    """The directory in which its trainer saves batches; empty if it saves none."""
     longest_silence_seconds: float = 0.0
     """The longest interval between two calls of its trainer."""
+
+
+class ItemsRow(msgspec.Struct, kw_only=True):
+    """An environment's items in one run: which are leased, and what became of the others."""
+
+    run_id: str
+    process: str
+    """The process that holds the leases."""
+    call: int = 0
+    """Number of its last call, and below the answer to it."""
+    answer: tuple[int, ...] = ()
+    next_item: int = 0
+    leased: tuple[int, ...] = ()
+    returned: tuple[int, ...] = ()
+    """Items whose process ended before they were finished; they are leased first."""
+    finished: int = 0
+    dropped: dict[str, int] = {}
+    sampled_sequences: int = 0
+    sampled_tokens: int = 0
+
+
+class OutcomesRow(msgspec.Struct, kw_only=True, frozen=True):
+    """The groups of an environment in one run that were trained or dropped by the broker, by outcome."""
+
+    run_id: str = NO_RUN
+    groups: dict[str, int] = {}
 
 
 class EnvironmentRow(msgspec.Struct, kw_only=True):
@@ -94,6 +128,9 @@ class EnvironmentRow(msgspec.Struct, kw_only=True):
     run_id: str | None = None
     """The run it last took part in: when that run finishes, the environment does too."""
     legacy: bool = False
+    items: ItemsRow | None = None
+    """Its items, if it leases them."""
+    outcomes: OutcomesRow = OutcomesRow()
 
 
 class GroupRow(msgspec.Struct, kw_only=True, gc=False):
@@ -114,6 +151,8 @@ class GroupRow(msgspec.Struct, kw_only=True, gc=False):
     """The idempotency key it came under; 0 for none."""
     form: Form = "json"
     """The form in which its body is stored: the one it came in."""
+    policy: str | None = None
+    """Name of the policy that sampled it; None: the one that its run trains."""
 
 
 class KeyRow(msgspec.Struct, kw_only=True, gc=False):
@@ -138,6 +177,14 @@ class PolicyRow(msgspec.Struct, kw_only=True, gc=False):
     orphaned: bool = False
 
 
+class MetricsRow(NamedTuple):
+    """The metrics of one step; `numbers` are little-endian float64, in the order of the run's names, NaN if unknown."""
+
+    step: int
+    time: float
+    numbers: bytes
+
+
 class Event(msgspec.Struct, kw_only=True):
     """An event for those who watch the broker. Ids rise, over restarts and takeovers too."""
 
@@ -156,7 +203,7 @@ class Answers(NamedTuple):
     """Fingerprints, each with the number of groups that may still come again (0: none any more)."""
 
 
-NO_NEWS: Final = Answers()
+NO_CHANGES: Final = Answers()
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
@@ -197,13 +244,13 @@ class Ledger(Protocol):
     def add_event(self, event: Event) -> None:
         """Record an event; the last `KEPT_EVENTS` are kept. A slow ledger writes it with its next transaction."""
 
-    def add_groups(self, rows: Sequence[GroupRow], *, answers: Answers = NO_NEWS) -> None:
+    def add_groups(self, rows: Sequence[GroupRow], *, answers: Answers = NO_CHANGES) -> None:
         """Store groups.
 
         A group without a key counts as unanswered until `answers` of this or a later call say otherwise.
         """
 
-    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answers: Answers = NO_NEWS) -> None:
+    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answers: Answers = NO_CHANGES) -> None:
         """Store groups and the key they came under, all or none of them."""
 
     def put_answers(self, answers: Answers) -> None:
@@ -223,8 +270,28 @@ class Ledger(Protocol):
 
     def drop_groups(self, seqs: Sequence[int]) -> None: ...
 
+    def metric_names(self) -> dict[str, list[str]]:
+        """Return the names of metrics of each run that has any, in the order of `MetricsRow.numbers`."""
+
+    def put_metric_names(self, run_id: str, names: Sequence[str]) -> None: ...
+
+    def put_metrics(self, run_id: str, rows: Sequence[MetricsRow]) -> None:
+        """Store rows, each in place of an earlier row of the same step."""
+
+    def metrics_after(self, run_id: str, step: int, limit: int) -> list[MetricsRow]:
+        """Return the rows of the first `limit` steps after `step`, in the order of the steps."""
+
+    def drop_metrics(self, run_id: str, first: int, last: int) -> None:
+        """Delete the rows from step `first` to step `last`."""
+
+    def forget_metrics(self, run_id: str) -> None:
+        """Delete all rows and the names of a run."""
+
     def sync(self) -> None:
         """Make everything recorded so far survive a power failure."""
+
+    def dump(self) -> bytes:
+        """Return the file of the whole ledger; raise `NoBackup` if it is not in a file."""
 
     def close(self) -> None: ...
 
@@ -250,5 +317,8 @@ class BodyLog(Protocol):
         """Return True if these bodies are as safe as this log can make them: on the disk, if it syncs."""
 
     def size_bytes(self) -> int: ...
+
+    def open_all(self) -> list[OpenSegment]:
+        """Open all files with living bodies, for a backup; the caller closes them."""
 
     def close(self) -> None: ...

@@ -1,10 +1,6 @@
 """The store that `--store` names: a directory, `memory`, or a Redis; and the directory store itself.
 
 A directory is used by one broker at a time, which holds a lock on it.
-
-Earlier releases appended each transaction to a journal, `journal` and `journal-2` beside the database, before the
-database had it; what a killed broker left there is imported at start. A record is its length, its CRC-32, and the
-writes in msgpack. Records are numbered; the database has the number of its last one.
 """
 
 from __future__ import annotations
@@ -13,24 +9,20 @@ import fcntl
 import logging
 import os
 import shutil
-import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-import msgspec
-from isal import isal_zlib
-
-from atropos_api.errors import DataDirectoryInUse, StoreDamaged, StoreUnavailable, StoreUnusable
+from atropos_api.common.files import sync_path
+from atropos_api.errors import DataDirectoryInUse, StoreUnavailable, StoreUnusable
 from atropos_api.store import redis_ledger
-from atropos_api.store.base import Answers, BodyLog, EnvironmentRow, Event, Ledger, RunRow
+from atropos_api.store.base import BodyLog, Ledger
 from atropos_api.store.failpoints import Failpoint, Reach, ignore_failpoint
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.store.redis_ledger import RedisBodyLog, RedisLedger
 from atropos_api.store.redis_session import RedisSession, is_redis
 from atropos_api.store.segments import SegmentLog
-from atropos_api.store.sqlite_ledger import SqliteLedger, group_of_values, key_of_values, policy_of_values
+from atropos_api.store.sqlite_ledger import SqliteLedger
 
 logger = logging.getLogger(__name__)
 
@@ -91,73 +83,6 @@ class PeriodicSync:
                 return
 
 
-JOURNAL_FILES: Final = ("journal", "journal-2")
-RECORD_HEADER: Final = struct.Struct("<II")
-
-
-class Record(msgspec.Struct, array_like=True, tag="writes-5"):
-    """A transaction as stored in the journal. Each write is its kind and its arguments."""
-
-    number: int
-    writes: Sequence[Sequence[Any]]
-
-
-def import_journal(ledger: SqliteLedger, directory: Path) -> None:
-    """Write to the database what it does not have yet of the journal's records; then delete the files."""
-    files = [directory / name for name in JOURNAL_FILES if (directory / name).exists()]
-    known = ledger.journaled_record()
-    try:
-        records = [msgspec.msgpack.decode(data, type=Record) for path in files for data in read_records(path)]
-    except msgspec.DecodeError as error:
-        raise StoreDamaged(
-            f"{directory / JOURNAL_FILES[0]} was written by another release ({error}); start and stop that one "
-            "on this directory, or begin anew with --fresh"
-        ) from None
-    missing = sorted((record for record in records if record.number > known), key=lambda record: record.number)
-    if missing:
-        writers = _writers(ledger)
-        with ledger.transaction():
-            for record in missing:
-                for kind, *arguments in record.writes:
-                    writers[kind](*arguments)
-            ledger.note_journaled(missing[-1].number)
-        ledger.sync()
-    for path in files:
-        path.unlink()
-
-
-def read_records(path: Path) -> Iterator[bytes]:
-    """Yield the whole records; only the last append before a crash can be incomplete, and it was never acknowledged."""
-    data = path.read_bytes()
-    place = 0
-    while place + RECORD_HEADER.size <= len(data):
-        length, checksum = RECORD_HEADER.unpack_from(data, place)
-        place += RECORD_HEADER.size + length
-        record = data[place - length : place]
-        # A power failure may leave a file of the right length with zeroes in it.
-        if not record or len(record) != length or isal_zlib.crc32(record) != checksum:
-            return
-        yield record
-
-
-def _writers(ledger: SqliteLedger) -> dict[str, Callable[..., None]]:
-    """Return the function for each kind of write."""
-    return {
-        "groups": lambda rows, *answers: ledger.add_groups(
-            [group_of_values(row) for row in rows], answers=Answers(*answers)
-        ),
-        "answers": lambda *answers: ledger.put_answers(Answers(*answers)),
-        "key": lambda values: ledger.put_key(key_of_values(values)),
-        "forget": ledger.forget_keys,
-        "batch": ledger.assign_batch,
-        "drop": ledger.drop_groups,
-        "policy": lambda values: ledger.put_policy(policy_of_values(values)),
-        "run": lambda _, row: ledger.put_run(msgspec.json.decode(row, type=RunRow)),
-        "environment": lambda _, row: ledger.put_environment(msgspec.json.decode(row, type=EnvironmentRow)),
-        "event": lambda _, row: ledger.add_event(msgspec.json.decode(row, type=Event)),
-    }
-
-
 class DurableLedger(SqliteLedger):
     """The ledger of a directory; closing it releases the directory's lock."""
 
@@ -172,8 +97,7 @@ class DurableLedger(SqliteLedger):
         if fsync != "never":
             # The write-ahead log may have been created just now, and its directory entry must survive too.
             self.probe()
-            _sync_directory(directory)
-        import_journal(self, directory)  # deletes the journal, so it comes after the log is sure to be found
+            sync_path(directory)
         self._periodic = PeriodicSync(self, bodies) if fsync == "interval" else None
 
     def sync(self) -> None:
@@ -200,7 +124,7 @@ def open_directory(
         return _open(directory, fsync=fsync, fresh=fresh, reach=reach)
     except OSError as error:
         place = f" ({error.filename})" if error.filename not in {None, str(directory)} else ""
-        reason = "there is something that is no directory" if isinstance(error, FileExistsError) else error.strerror
+        reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror
         raise StoreUnusable(
             f"--store {str(directory)[:MOST_SHOWN]}: {reason}{place[:MOST_SHOWN]}; name a directory that this user can "
             "write to, on a disk with room"
@@ -223,16 +147,8 @@ def _open(directory: Path, *, fsync: Fsync, fresh: bool, reach: Reach) -> tuple[
 def _delete_contents(directory: Path) -> None:
     """Delete only the files that this module makes, because the directory may hold others."""
     shutil.rmtree(directory / "segments", ignore_errors=True)
-    for name in ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", *JOURNAL_FILES):
+    for name in ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm"):
         (directory / name).unlink(missing_ok=True)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 LEASE_SECONDS: Final = 10.0
@@ -271,7 +187,9 @@ def open_session(place: str, *, lease_seconds: float) -> RedisSession:
 def open_held(session: RedisSession, *, fresh: bool) -> tuple[RedisLedger, RedisBodyLog]:
     """Return the store of a session that holds the lease."""
     if fresh:
-        session.term.stage("DEL", *redis_ledger.NAMES, redis_ledger.BODIES)
+        runs = session.term.ask("HKEYS", redis_ledger.METRIC_NAMES)
+        metrics = [redis_ledger.METRICS.format(run_id=run_id.decode()) for run_id in runs]
+        session.term.stage("DEL", *redis_ledger.NAMES, redis_ledger.BODIES, *metrics)
         session.term.apply()
     return RedisLedger(session.term), RedisBodyLog(session.term)
 

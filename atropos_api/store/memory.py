@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from atropos_api.errors import NoBackup
+from atropos_api.store.backup import OpenSegment
 from atropos_api.store.base import (
-    NO_NEWS,
+    NO_CHANGES,
     NO_RUN,
     Answers,
     BodyRef,
@@ -14,6 +17,7 @@ from atropos_api.store.base import (
     Event,
     GroupRow,
     KeyRow,
+    MetricsRow,
     PolicyRow,
     RunRow,
     Snapshot,
@@ -32,6 +36,8 @@ class MemoryLedger:
         self._next_seq = 1
         self._unanswered: set[int] = set()
         self._expected: dict[bytes, int] = {}
+        self._metric_names: dict[str, list[str]] = {}
+        self._metrics: dict[str, dict[int, MetricsRow]] = {}
 
     def load(self) -> Snapshot:
         return Snapshot(
@@ -69,7 +75,7 @@ class MemoryLedger:
     def add_event(self, event: Event) -> None:
         """Do nothing: no later process reads this store."""
 
-    def add_groups(self, rows: Sequence[GroupRow], *, answers: Answers = NO_NEWS) -> None:
+    def add_groups(self, rows: Sequence[GroupRow], *, answers: Answers = NO_CHANGES) -> None:
         for row in rows:
             self._groups[row.seq] = row
             self._next_seq = max(self._next_seq, row.seq + 1)
@@ -77,7 +83,7 @@ class MemoryLedger:
                 self._unanswered.add(row.seq)
         self.put_answers(answers)
 
-    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answers: Answers = NO_NEWS) -> None:
+    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answers: Answers = NO_CHANGES) -> None:
         with self.transaction():
             self.add_groups(rows, answers=answers)
             if key is not None:
@@ -85,10 +91,10 @@ class MemoryLedger:
 
     def put_answers(self, answers: Answers) -> None:
         self._unanswered.difference_update(answers.answered)
-        for print_, count in answers.expected:
-            self._expected[print_] = count
+        for fingerprint, count in answers.expected:
+            self._expected[fingerprint] = count
             if not count:
-                del self._expected[print_]
+                del self._expected[fingerprint]
 
     def probe(self) -> None:
         """Do nothing: memory accepts every write."""
@@ -109,6 +115,32 @@ class MemoryLedger:
     def drop_groups(self, seqs: Sequence[int]) -> None:
         for seq in seqs:
             self._groups.pop(seq, None)
+
+    def metric_names(self) -> dict[str, list[str]]:
+        return dict(self._metric_names)
+
+    def put_metric_names(self, run_id: str, names: Sequence[str]) -> None:
+        self._metric_names[run_id] = list(names)
+
+    def put_metrics(self, run_id: str, rows: Sequence[MetricsRow]) -> None:
+        self._metrics.setdefault(run_id, {}).update((row.step, row) for row in rows)
+
+    def metrics_after(self, run_id: str, step: int, limit: int) -> list[MetricsRow]:
+        rows = self._metrics.get(run_id, {})
+        steps = sorted(rows)
+        first = bisect_right(steps, step)
+        return [rows[at] for at in steps[first : first + limit]]
+
+    def drop_metrics(self, run_id: str, first: int, last: int) -> None:
+        rows = self._metrics.get(run_id, {})
+        self._metrics[run_id] = {step: row for step, row in rows.items() if not first <= step <= last}
+
+    def forget_metrics(self, run_id: str) -> None:
+        self._metrics.pop(run_id, None)
+        self._metric_names.pop(run_id, None)
+
+    def dump(self) -> bytes:
+        raise NoBackup("a store in memory has no files")
 
     def sync(self) -> None:
         """Do nothing: memory cannot be made more durable."""
@@ -153,6 +185,9 @@ class MemoryBodyLog:
 
     def is_safe(self, refs: Iterable[BodyRef]) -> bool:  # noqa: ARG002 - the protocol's form
         return True
+
+    def open_all(self) -> list[OpenSegment]:
+        raise NoBackup("a store in memory has no files")
 
     def size_bytes(self) -> int:
         return self._size_bytes

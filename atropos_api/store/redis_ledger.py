@@ -11,10 +11,11 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from atropos_api.errors import StoreDamaged, StoreUnavailable
+from atropos_api.errors import NoBackup, StoreDamaged, StoreUnavailable
+from atropos_api.store.backup import OpenSegment
 from atropos_api.store.base import (
     KEPT_EVENTS,
-    NO_NEWS,
+    NO_CHANGES,
     NO_RUN,
     Answers,
     BodyRef,
@@ -22,6 +23,7 @@ from atropos_api.store.base import (
     Event,
     GroupRow,
     KeyRow,
+    MetricsRow,
     PolicyRow,
     RunRow,
     Snapshot,
@@ -37,7 +39,10 @@ PLACES: Final = "atropos:places"
 EVENTS: Final = "atropos:events"
 UNANSWERED: Final = "atropos:unanswered"
 EXPECTED: Final = "atropos:expected"
-NAMES: Final = (RUNS, ENVIRONMENTS, POLICIES, KEYS, GROUPS, PLACES, EVENTS, UNANSWERED, EXPECTED)
+METRIC_NAMES: Final = "atropos:metric-names"
+METRICS: Final = "atropos:metrics:{run_id}"
+"""A sorted set for each run: its rows by step."""
+NAMES: Final = (RUNS, ENVIRONMENTS, POLICIES, KEYS, GROUPS, PLACES, EVENTS, UNANSWERED, EXPECTED, METRIC_NAMES)
 RowT = TypeVar("RowT")
 
 _encoder = msgspec.json.Encoder()
@@ -65,7 +70,7 @@ class RedisLedger:
             policies=sorted(self._read(POLICIES, PolicyRow), key=lambda row: row.version),
             next_seq=places.get("next_seq", 1),
             unanswered=sorted(int(seq) for seq in self._term.ask("SMEMBERS", UNANSWERED)),
-            expected={print_: int(count) for print_, count in self._term.ask("HGETALL", EXPECTED).items()},
+            expected={fingerprint: int(count) for fingerprint, count in self._term.ask("HGETALL", EXPECTED).items()},
         )
 
     @contextmanager
@@ -107,7 +112,7 @@ class RedisLedger:
         self._term.stage("RPUSH", EVENTS, _encoder.encode(event))
         self._term.stage("LTRIM", EVENTS, -KEPT_EVENTS, -1)
 
-    def add_groups(self, rows: Sequence[GroupRow], *, answers: Answers = NO_NEWS) -> None:
+    def add_groups(self, rows: Sequence[GroupRow], *, answers: Answers = NO_CHANGES) -> None:
         with self.transaction():
             self._keep(rows)
             self._added += [row.seq for row in rows]
@@ -116,7 +121,7 @@ class RedisLedger:
             self._term.stage_many("SADD", UNANSWERED, [row.seq for row in rows if not row.key_id])
             self.put_answers(answers)
 
-    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answers: Answers = NO_NEWS) -> None:
+    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answers: Answers = NO_CHANGES) -> None:
         with self.transaction():
             self.add_groups(rows, answers=answers)
             if key is not None:
@@ -125,11 +130,11 @@ class RedisLedger:
     def put_answers(self, answers: Answers) -> None:
         with self.transaction():
             self._term.stage_many("SREM", UNANSWERED, answers.answered)
-            for print_, count in answers.expected:
+            for fingerprint, count in answers.expected:
                 if count:
-                    self._term.stage("HSET", EXPECTED, print_, count)
+                    self._term.stage("HSET", EXPECTED, fingerprint, count)
                 else:
-                    self._term.stage("HDEL", EXPECTED, print_)
+                    self._term.stage("HDEL", EXPECTED, fingerprint)
 
     def probe(self) -> None:
         with self.transaction():
@@ -149,6 +154,37 @@ class RedisLedger:
             self._term.stage_many("HDEL", GROUPS, seqs)
             for seq in seqs:
                 self._groups.pop(seq, None)
+
+    def metric_names(self) -> dict[str, list[str]]:
+        rows = self._term.ask("HGETALL", METRIC_NAMES)
+        return {run_id.decode(): msgspec.json.decode(names, type=list[str]) for run_id, names in rows.items()}
+
+    def put_metric_names(self, run_id: str, names: Sequence[str]) -> None:
+        with self.transaction():
+            self._term.stage("HSET", METRIC_NAMES, run_id, _encoder.encode(list(names)))
+
+    def put_metrics(self, run_id: str, rows: Sequence[MetricsRow]) -> None:
+        with self.transaction():
+            for row in rows:
+                self.drop_metrics(run_id, row.step, row.step)
+                self._term.stage("ZADD", METRICS.format(run_id=run_id), row.step, msgspec.msgpack.encode(row))
+
+    def metrics_after(self, run_id: str, step: int, limit: int) -> list[MetricsRow]:
+        key = METRICS.format(run_id=run_id)
+        rows = self._term.ask("ZRANGEBYSCORE", key, f"({step}", "+inf", "LIMIT", 0, limit)
+        return [msgspec.msgpack.decode(row, type=MetricsRow) for row in rows]
+
+    def drop_metrics(self, run_id: str, first: int, last: int) -> None:
+        with self.transaction():
+            self._term.stage("ZREMRANGEBYSCORE", METRICS.format(run_id=run_id), first, last)
+
+    def forget_metrics(self, run_id: str) -> None:
+        with self.transaction():
+            self._term.stage("DEL", METRICS.format(run_id=run_id))
+            self._term.stage("HDEL", METRIC_NAMES, run_id)
+
+    def dump(self) -> bytes:
+        raise NoBackup("the store is in Redis; back up Redis' data")
 
     def sync(self) -> None:
         """Do nothing: Redis forces each write to its disk before it answers."""
@@ -229,6 +265,9 @@ class RedisBodyLog:
 
     def is_safe(self, refs: Iterable[BodyRef]) -> bool:  # noqa: ARG002 - the protocol's form
         return True
+
+    def open_all(self) -> list[OpenSegment]:
+        raise NoBackup("the store is in Redis; back up Redis' data")
 
     def size_bytes(self) -> int:
         return self._size_bytes

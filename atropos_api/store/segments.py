@@ -25,8 +25,9 @@ from typing import Final
 
 from isal import isal_zlib
 
-from atropos_api.common.files import write_whole
+from atropos_api.common.files import sync_path, write_whole
 from atropos_api.errors import StoreDamaged, StoreUnavailable
+from atropos_api.store.backup import OpenSegment
 from atropos_api.store.base import BodyRef
 from atropos_api.store.failpoints import Failpoint, Reach, ignore_failpoint
 
@@ -86,7 +87,7 @@ class SegmentLog:
         if syncs:
             # An earlier process may have ended before it forced these to the disk.
             for path in paths:
-                _sync_path(path)
+                sync_path(path)
 
     def append(self, bodies: Sequence[bytes]) -> list[BodyRef]:
         """Write bodies with one system call where possible; on return the kernel has all of them."""
@@ -184,6 +185,19 @@ class SegmentLog:
     def size_bytes(self) -> int:
         return sum(segment.size_bytes for segment in self._segments.values())
 
+    def open_all(self) -> list[OpenSegment]:
+        opened: list[OpenSegment] = []
+        try:
+            for _, segment in sorted(self._segments.items()):
+                descriptor = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
+                name = f"{self._directory.name}/{segment.path.name}"
+                opened.append(OpenSegment(name, segment.size_bytes, descriptor))
+        except OSError as error:
+            for one in opened:
+                os.close(one.descriptor)
+            raise StoreUnavailable(f"{error.filename} cannot be opened ({error.strerror}); try again later") from error
+        return opened
+
     def close(self) -> None:
         for descriptor in self._readers.values():
             os.close(descriptor)
@@ -231,7 +245,7 @@ class SegmentLog:
             for descriptor in (*sealed, *active):
                 os.fdatasync(descriptor)
             if directory_changed:
-                _sync_path(self._directory)
+                sync_path(self._directory)
         except OSError as error:
             with self._lock:
                 self._sealed += sealed
@@ -353,14 +367,6 @@ def _runs(refs: Sequence[BodyRef]) -> Iterator[Sequence[BodyRef]]:
         size += ref.length
     if refs:
         yield refs[start:]
-
-
-def _sync_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _unavailable(error: OSError, size: int = 0) -> StoreUnavailable:

@@ -21,19 +21,20 @@ import msgspec
 from atropos_api.errors import StoreDamaged, StoreUnavailable
 from atropos_api.store.base import (
     KEPT_EVENTS,
-    NO_NEWS,
+    NO_CHANGES,
     Answers,
     BodyRef,
     EnvironmentRow,
     Event,
     GroupRow,
     KeyRow,
+    MetricsRow,
     PolicyRow,
     RunRow,
     Snapshot,
 )
 
-SCHEMA_VERSION: Final = 6
+SCHEMA_VERSION: Final = 8
 
 SCHEMA: Final = """
 CREATE TABLE runs (run_id TEXT PRIMARY KEY, row BLOB NOT NULL) WITHOUT ROWID;
@@ -47,19 +48,23 @@ CREATE TABLE keys (
 CREATE TABLE groups (
     seq INTEGER PRIMARY KEY, run_id TEXT, env_id INTEGER, size INTEGER, token_count INTEGER,
     segment INTEGER, offset INTEGER, length INTEGER, received_version INTEGER, oldest_version INTEGER,
-    arrived_at REAL, batch INTEGER, key_id INTEGER, form TEXT NOT NULL DEFAULT 'json'
+    arrived_at REAL, batch INTEGER, key_id INTEGER, form TEXT NOT NULL DEFAULT 'json', policy TEXT
 );
-CREATE TABLE places (one INTEGER PRIMARY KEY CHECK (one = 1), next_seq INTEGER, journaled INTEGER DEFAULT 0);
-INSERT INTO places VALUES (1, 1, 0);
+CREATE TABLE places (one INTEGER PRIMARY KEY CHECK (one = 1), next_seq INTEGER);
+INSERT INTO places VALUES (1, 1);
 CREATE TABLE events (id INTEGER PRIMARY KEY, row BLOB NOT NULL);
 CREATE TABLE unanswered (seq INTEGER PRIMARY KEY);
 CREATE TABLE expected (fingerprint BLOB PRIMARY KEY, count INTEGER) WITHOUT ROWID;
+CREATE TABLE metric_names (run_id TEXT PRIMARY KEY, names BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE metrics (
+    run_id TEXT, step INTEGER, time REAL, numbers BLOB, PRIMARY KEY (run_id, step)
+) WITHOUT ROWID;
 """
 
 UPGRADES: Final = {
     1: "ALTER TABLE groups ADD COLUMN form TEXT NOT NULL DEFAULT 'json';",
     2: "CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY, row BLOB NOT NULL);",
-    3: "ALTER TABLE places ADD COLUMN journaled INTEGER DEFAULT 0;",
+    3: "",  # a column was added that is not read any more
     4: """
 CREATE TABLE unanswered (seq INTEGER PRIMARY KEY);
 CREATE TABLE expected (fingerprint BLOB PRIMARY KEY, count INTEGER) WITHOUT ROWID;
@@ -67,6 +72,13 @@ INSERT INTO unanswered SELECT seq FROM groups WHERE key_id = 0 AND seq > (SELECT
 ALTER TABLE places DROP COLUMN answered_seq;
 """,
     5: "",  # `next_seq` is behind while there are groups, which an older release would not expect
+    6: """
+CREATE TABLE IF NOT EXISTS metric_names (run_id TEXT PRIMARY KEY, names BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS metrics (
+    run_id TEXT, step INTEGER, time REAL, numbers BLOB, PRIMARY KEY (run_id, step)
+) WITHOUT ROWID;
+""",
+    7: "ALTER TABLE groups ADD COLUMN policy TEXT;",
 }
 """SQL that upgrades a ledger of an older schema to the next one."""
 
@@ -123,6 +135,9 @@ class SqliteLedger:
             expected=dict(self._db.execute("SELECT fingerprint, count FROM expected")),
         )
 
+    def dump(self) -> bytes:
+        return self._db.serialize()
+
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Keep all writes or none; a transaction inside another is a part of it."""
@@ -167,25 +182,25 @@ class SqliteLedger:
                     (KEPT_EVENTS,),
                 )
 
-    def add_groups(self, rows: Sequence[GroupRow], *, answers: Answers = NO_NEWS) -> None:
+    def add_groups(self, rows: Sequence[GroupRow], *, answers: Answers = NO_CHANGES) -> None:
         with self.transaction():
             self._execute_many(
-                "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 [values_of_group(row) for row in rows],
             )
             self._execute_many("INSERT INTO unanswered VALUES (?)", [(row.seq,) for row in rows if not row.key_id])
             if any(answers):
                 self.put_answers(answers)
 
-    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answers: Answers = NO_NEWS) -> None:
+    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answers: Answers = NO_CHANGES) -> None:
         with self.transaction():
             self.add_groups(rows, answers=answers)
             if key is not None:
                 self.put_key(key)
 
     def put_answers(self, answers: Answers) -> None:
-        present = [(print_, count) for print_, count in answers.expected if count]
-        gone = [(print_,) for print_, count in answers.expected if not count]
+        present = [(fingerprint, count) for fingerprint, count in answers.expected if count]
+        gone = [(fingerprint,) for fingerprint, count in answers.expected if not count]
         with self.transaction():
             self._execute_many("DELETE FROM unanswered WHERE seq = ?", [(seq,) for seq in answers.answered])
             self._execute_many("INSERT OR REPLACE INTO expected VALUES (?, ?)", present)
@@ -214,6 +229,29 @@ class SqliteLedger:
             self._execute("UPDATE places SET next_seq = max(next_seq, coalesce((SELECT max(seq) FROM groups), 0) + 1)")
             self._execute_many("DELETE FROM groups WHERE seq = ?", [(seq,) for seq in seqs])
 
+    def metric_names(self) -> dict[str, list[str]]:
+        rows = self._db.execute("SELECT run_id, names FROM metric_names")
+        return {run_id: msgspec.json.decode(names, type=list[str]) for run_id, names in rows}
+
+    def put_metric_names(self, run_id: str, names: Sequence[str]) -> None:
+        self._execute("INSERT OR REPLACE INTO metric_names VALUES (?, ?)", (run_id, encode_row(list(names))))
+
+    def put_metrics(self, run_id: str, rows: Sequence[MetricsRow]) -> None:
+        with self.transaction():
+            self._execute_many("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?, ?)", [(run_id, *row) for row in rows])
+
+    def metrics_after(self, run_id: str, step: int, limit: int) -> list[MetricsRow]:
+        query = "SELECT step, time, numbers FROM metrics WHERE run_id = ? AND step > ? ORDER BY step LIMIT ?"
+        return [MetricsRow(*values) for values in self._db.execute(query, (run_id, step, limit))]
+
+    def drop_metrics(self, run_id: str, first: int, last: int) -> None:
+        self._execute("DELETE FROM metrics WHERE run_id = ? AND step BETWEEN ? AND ?", (run_id, first, last))
+
+    def forget_metrics(self, run_id: str) -> None:
+        with self.transaction():
+            self._execute("DELETE FROM metrics WHERE run_id = ?", (run_id,))
+            self._execute("DELETE FROM metric_names WHERE run_id = ?", (run_id,))
+
     def sync(self) -> None:
         """Force the write-ahead log to the disk; may be called from another thread."""
         try:
@@ -227,14 +265,6 @@ class SqliteLedger:
 
     def close(self) -> None:
         self._db.close()
-
-    def journaled_record(self) -> int:
-        """Return the number of the last record that it has of an older release's journal."""
-        (number,) = self._db.execute("SELECT journaled FROM places").fetchone()
-        return int(number)
-
-    def note_journaled(self, number: int) -> None:
-        self._execute("UPDATE places SET journaled = ?", (number,))
 
     def _prepare_schema(self) -> None:
         (found,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -289,12 +319,13 @@ def values_of_group(row: GroupRow) -> tuple[Any, ...]:
         row.batch,
         row.key_id,
         row.form,
+        row.policy,
     )
 
 
 def group_of_values(values: Sequence[Any]) -> GroupRow:
     seq, run_id, env_id, size, token_count, segment, offset, length, received, oldest, arrived_at, *rest = values
-    batch, key_id, form = rest
+    batch, key_id, form, policy = rest
     return GroupRow(
         seq=seq,
         run_id=run_id,
@@ -308,6 +339,7 @@ def group_of_values(values: Sequence[Any]) -> GroupRow:
         batch=batch,
         key_id=key_id,
         form=form,
+        policy=policy,
     )
 
 

@@ -1,8 +1,8 @@
 """The broker's contract as types and its two encodings, JSON and binary columns.
 
-In reading order: `groups` and `messages` (the types), `group_json`, `group_json_small` and `json_arrays` (JSON,
-checked without decoding numbers), `columns`, `columns_check` and `columns_groups` (columns). It may import `errors`
-and `common`.
+In reading order: `groups`, `messages`, `servers` and `reports` (the types), `group_json`, `group_json_small` and
+`json_arrays` (JSON, checked without decoding numbers), `columns`, `columns_check` and `columns_groups` (columns). It
+may import `errors` and `common`.
 """
 
 from atropos_api.wire.groups import WIRE_KEYS, Batch, Group, Span
@@ -14,6 +14,8 @@ from atropos_api.wire.messages import (
     FinishRequest,
     Hold,
     HoldRequest,
+    ItemLease,
+    ItemRequest,
     Pacing,
     PolicyState,
     PolicyUpdate,
@@ -23,6 +25,7 @@ from atropos_api.wire.messages import (
     Submission,
     SubmitAnswer,
 )
+from atropos_api.wire.servers import InferenceServer, ServerLease, ServerReport, ServerSet
 
 __all__ = [
     "WIRE_KEYS",
@@ -35,12 +38,18 @@ __all__ = [
     "Group",
     "Hold",
     "HoldRequest",
+    "InferenceServer",
+    "ItemLease",
+    "ItemRequest",
     "Pacing",
     "PolicyState",
     "PolicyUpdate",
     "Problem",
     "RunInfo",
     "RunRequest",
+    "ServerLease",
+    "ServerReport",
+    "ServerSet",
     "Span",
     "Submission",
     "SubmitAnswer",

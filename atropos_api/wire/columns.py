@@ -20,7 +20,6 @@ from atropos_api.errors import InvalidGroup, InvalidRequest
 MEDIA_TYPE: Final = "application/vnd.atropos.columns"
 VERSION: Final = 1
 MAGIC: Final = b"ATRCOLS%c" % VERSION
-ID_COLUMNS: Final = ("tokens", "masks", "distill_lengths", "distill_token_ids")
 FLOAT_COLUMNS: Final = ("inference_logprobs", "advantages", "ref_logprobs", "distill_logprobs")
 DISTILLED: Final = ("distill_token_ids", "distill_logprobs")
 COLUMN_ORDER: Final = (
@@ -185,7 +184,7 @@ def _take_record(view: memoryview, place: int, what: str) -> tuple[Record, int]:
 
 def _take(view: memoryview, place: int, size: int, what: str) -> tuple[memoryview, int]:
     if size % ALIGNMENT:
-        raise _malformed(f"{what} takes {size} bytes, which is no multiple of {ALIGNMENT}")
+        raise _malformed(f"{what} takes {size} bytes, not a multiple of {ALIGNMENT}")
     if size > len(view) - place:
         raise _malformed(f"{what} takes {size} bytes, {len(view) - place} are left")
     return view[place : place + size], place + size

@@ -21,7 +21,7 @@ from atropos_api.wire.columns import (
     split_columns,
     unpack_body,
 )
-from atropos_api.wire.group_json import CheckedGroup, check_fields
+from atropos_api.wire.group_json import CheckedGroup, check_fields, read_policy
 
 MOST_GROUPS: Final = 1 << 14
 """Limit on groups in a body: in memory a group takes more than its smallest encoding, so this bounds that memory."""
@@ -69,6 +69,7 @@ def check_record(record: Record, *, where: str = "", env_id: int | None = None) 
         token_count=sum(head.lengths),
         env_id=found_env_id,
         oldest_version=oldest_version,
+        policy=read_policy(texts, where),
         columns=record.data,
     )
 

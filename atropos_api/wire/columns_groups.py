@@ -39,7 +39,7 @@ from atropos_api.wire.columns import (
     unpack_body,
     unpack_record,
 )
-from atropos_api.wire.groups import WIRE_KEYS, Batch, Group
+from atropos_api.wire.groups import DEFAULT_POLICY, WIRE_KEYS, Batch, Group
 
 _PER_TOKEN: Final = tuple(name for name in COLUMN_ORDER if name not in {*DISTILLED, "distill_lengths"})
 
@@ -66,6 +66,7 @@ class _Head(msgspec.Struct, kw_only=True):
 class _BatchHead(msgspec.Struct, kw_only=True):
     number: int
     run_id: str
+    policy: str = DEFAULT_POLICY
 
 
 _head_decoder = msgspec.json.Decoder(_Head)
@@ -83,7 +84,7 @@ def decode_batch(body: bytes, *, arrays: bool = False) -> Batch:
     text, _, records = unpack_body(body)
     head = _batch_decoder.decode(text)
     groups = [decode_group(record, arrays=arrays) for record in records]
-    return Batch(number=head.number, run_id=head.run_id, groups=groups)
+    return Batch(number=head.number, run_id=head.run_id, policy=head.policy, groups=groups)
 
 
 def encode_group(group: Group) -> bytes:

@@ -1,7 +1,7 @@
 """Groups submitted as JSON: each is checked once and kept as the text that will be delivered.
 
 The text is a JSON object in the order of the contract, all fourteen keys present. Its closing brace is left out, so
-that `seal` can append `received_version` without touching the rest. No payload becomes Python objects.
+that `finish_text` can append `received_version` without touching the rest. No payload becomes Python objects.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -43,6 +43,10 @@ _entries_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 _env_id_decoder = msgspec.json.Decoder(int, strict=False)
 
+_policy_decoder: msgspec.json.Decoder[str | None] = msgspec.json.Decoder(
+    Annotated[str, msgspec.Meta(min_length=1, max_length=200)] | None
+)
+
 
 class SubmissionText(msgspec.Struct, kw_only=True):
     """Body of `POST /v1/groups`: the payload is left as text."""
@@ -55,11 +59,12 @@ class CheckedGroup(msgspec.Struct, kw_only=True, gc=False):
     """A checked group: it may be queued. `oldest_version` is that of its oldest token; None if any is unknown."""
 
     text: bytes
-    """The whole text, or the head if the arrays are in `columns`; open at the end, for `seal`."""
+    """The whole text, or the head if the arrays are in `columns`; open at the end, for `finish_text`."""
     size: int
     token_count: int
     env_id: int | None
     oldest_version: int | None
+    policy: str | None = None
     columns: memoryview | None = None
 
     @property
@@ -104,6 +109,7 @@ def check_group(fields: Fields, *, where: str = "", env_id: int | None = None) -
         token_count=sum(lengths),
         env_id=found_env_id,
         oldest_version=oldest_version,
+        policy=read_policy(texts, where),
     )
 
 
@@ -130,7 +136,17 @@ def check_fields(
     return env_id, oldest_version
 
 
-def seal(group: CheckedGroup, received_version: int | None) -> bytes:
+def read_policy(texts: Mapping[str, bytes], where: str) -> str | None:
+    """Return the name of the policy that sampled a group; None if it names none."""
+    text = texts.get("policy", _NULL)
+    try:
+        return _policy_decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        shown = text[:80].decode("utf-8", "replace")
+        raise InvalidGroup(f"{where}policy", shown, "a name of 1 to 200 characters is needed") from None
+
+
+def finish_text(group: CheckedGroup, received_version: int | None) -> bytes:
     """Return the body to store, with the newest policy version at arrival appended."""
     version = _NULL if received_version is None else b"%d" % received_version
     if group.columns is not None:
@@ -138,8 +154,8 @@ def seal(group: CheckedGroup, received_version: int | None) -> bytes:
     return b"".join((group.text, _STAMP, version, b"}"))
 
 
-def unseal(body: bytes, form: Form) -> tuple[bytes | memoryview, ...]:
-    """Return text and columns as they were before `seal`: they are equal for two submissions of the same group."""
+def restore_text(body: bytes, form: Form) -> tuple[bytes | memoryview, ...]:
+    """Return text and columns as they were before `finish_text`: they are equal if the same group is sent twice."""
     if form == "json":
         return (body[: body.rindex(_STAMP)],)
     record = unpack_record(body)

@@ -12,6 +12,9 @@ Span = tuple[int, int, int | None]
 Form = Literal["json", "columns"]
 """The form of a group: JSON text, or the binary columns of `wire.columns`."""
 
+DEFAULT_POLICY: Final = "default"
+"""The policy of runs and servers that name none."""
+
 WIRE_KEYS: Final = (
     "tokens",
     "masks",
@@ -29,6 +32,22 @@ WIRE_KEYS: Final = (
     "distill_logprobs",
 )
 """The keys of a batch item as every Atropos trainer expects them: all present, null when not sent."""
+
+OPTIONAL_PER_SEQUENCE: Final = (
+    "inference_logprobs",
+    "policy_versions",
+    "advantages",
+    "ref_logprobs",
+    "messages",
+    "overrides",
+    "images",
+    "distill_token_ids",
+    "distill_logprobs",
+)
+"""The optional keys that have one entry per rollout, as `tokens`, `masks` and `scores` have."""
+
+ABSENT: Final = "absent"
+"""Key of `overrides`, true for the row of a rollout without which its group was closed: nobody trains or counts it."""
 
 
 class Group(msgspec.Struct, kw_only=True):
@@ -60,6 +79,8 @@ class Group(msgspec.Struct, kw_only=True):
     distill_logprobs: list[list[list[float]]] | None = None
     policy_versions: list[list[Span]] | None = None
     """Per sequence: spans that cover its sampled tokens."""
+    policy: str | None = None
+    """Name of the policy that sampled it; None: the one that its run trains."""
     received_version: int | None = None
     """The newest policy version when the broker took the group: it bounds the age if `policy_versions` is missing."""
 
@@ -69,4 +90,6 @@ class Batch(msgspec.Struct, kw_only=True):
 
     number: int
     run_id: str
+    policy: str = DEFAULT_POLICY
+    """Name of the policy that its run trains."""
     groups: list[Group]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from atropos_api.wire.groups import Group
+from atropos_api.wire.groups import DEFAULT_POLICY, Group
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 """A count of sequences, batches or ranks: a million at most, so that no arithmetic on it gets too large."""
@@ -39,8 +39,12 @@ class RunRequest(msgspec.Struct, kw_only=True):
     world_size: Positive = 1
     max_staleness: NotNegative | None = None
     """Groups whose policy is more than this many trainer steps old are expired; None: the broker's own setting."""
+    batches_dir: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    """The directory in which the trainer saves each batch as `batch-N.atb`; empty if it saves none."""
     unit: Unit = "sequences"
     """With `sequences`, a batch holds exactly `batch_size`, whatever the group sizes; with `groups`, the oldest."""
+    policy: Name = DEFAULT_POLICY
+    """Name of the policy that the run trains."""
 
 
 class RunInfo(msgspec.Struct, kw_only=True):
@@ -53,6 +57,7 @@ class RunInfo(msgspec.Struct, kw_only=True):
     committed_batch: int
     leftover_groups: int
     """Groups of other runs that stay on disk and are never served to this one."""
+    policy: str = DEFAULT_POLICY
 
 
 class PolicyUpdate(msgspec.Struct, kw_only=True):
@@ -66,6 +71,10 @@ class PolicyUpdate(msgspec.Struct, kw_only=True):
     epoch: int | None = None
     policy_name: Annotated[str, msgspec.Meta(min_length=1, max_length=200)] | None = None
     """The model that clients must request to get this policy; None: the one they request anyway."""
+    servers: Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=4096)] | None = None
+    """Lease ids of the registered servers that were proven to serve it: these serve, the policy's others have to join
+    again. None: the trainer does not follow the registry, and no server's state changes.
+    """
 
 
 class HoldRequest(msgspec.Struct, kw_only=True):
@@ -169,6 +178,35 @@ class DropReport(msgspec.Struct, kw_only=True):
     """Dropped groups by reason."""
     explanation: Annotated[str, msgspec.Meta(max_length=2000)] = ""
     """A sentence for the operator: how many, why, an example, and what to change."""
+
+
+class ItemRequest(msgspec.Struct, kw_only=True):
+    """Report of what became of leased items, and a request for others. Numbers count from 0 in each run."""
+
+    process: Name
+    """Name that the asking process made up for itself; the leases of another process of the environment end."""
+    call: Positive
+    """Number of this call, one more than that of the last; a call that is repeated gets the same answer."""
+    finished: list[NotNegative] = []
+    """Items of which every group is acknowledged."""
+    dropped: dict[Annotated[str, msgspec.Meta(min_length=1, max_length=60)], list[NotNegative]] = {}
+    """Items without a group that could be submitted, by reason."""
+    count: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
+    """Number of items to lease."""
+    limit: NotNegative | None = None
+    """Number of items there are; None: their numbers never end."""
+    sampled_sequences: NotNegative = 0
+    """Rollouts scored since the last call, those of dropped groups included."""
+    sampled_tokens: NotNegative = 0
+    """Tokens sampled for them."""
+
+
+class ItemLease(msgspec.Struct, kw_only=True):
+    """The items that a call leased; each is the process's until it is finished or dropped, or another process asks."""
+
+    run_id: str | None
+    items: list[int]
+    """Fewer than were asked for if there are no more; none without an open run."""
 
 
 class Submission(msgspec.Struct, kw_only=True):

@@ -1,8 +1,8 @@
 """Compares the broker with Atropos' own; one client drives them in turn: `python -m benchmarks.broker [--quick]`.
 
-Prints what must be reached, what is aimed at, and what was achieved. CPU is that of the server's process, user and
-kernel; the kernel's own writing of dirty pages to the disk is in nobody's. Run it on an otherwise idle machine; only
-the ratios carry over to another one.
+Prints what must be reached, what is aimed at, and what was achieved. CPU is the time of the server's process, user and
+kernel; the kernel's writing of dirty pages to the disk is not counted. Run it on an otherwise idle machine; only the
+ratios carry over to another one.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.broker import floor, servers
+from benchmarks.broker import machine_baseline, servers
 from benchmarks.broker.crowd import measure_crowd
 from benchmarks.broker.cycle import Series, in_turn
 from benchmarks.broker.drivers import ENVIRONMENTS, IN_COLUMNS, IN_JSON, Driver, Echo, Form, Legacy, Native
 from benchmarks.broker.growth import LARGE, SMALL, measure_memory, measure_polls, measure_queue
 from benchmarks.broker.peer import peer_python
+from benchmarks.broker.registry import measure_registry
 from benchmarks.broker.table import Row, compared, format_table
 from benchmarks.broker.workload import Shape, make_groups
 
 FEW = Shape(4, 64, groups_per_batch=16)
 
 
-class Bench:
-    """One run: the directory it works in, and how often it repeats things."""
+class BenchmarkRun:
+    """The directory of one run, and its numbers of repetitions."""
 
     def __init__(self, directory: Path, python: Path, *, quick: bool) -> None:
         self._directory = directory
@@ -36,7 +37,7 @@ class Bench:
         self._stores = 0
 
     def cycles(self) -> list[Row]:
-        """Submission to delivery over the Atropos contract and in the forms of v1."""
+        """Measure groups from submission to delivery, over the Atropos contract and in the forms of v1."""
         plain, *others = self._drive(
             LARGE,
             batches=2,
@@ -57,10 +58,10 @@ class Bench:
             _cpu_row("  columns in, JSON out", crossed_in, plain),
             _cpu_row("CPU per 4x64 JSON group", few[1], few[0], must=5, aim=10),
             _cpu_row("  over v1, JSON", few[2], few[0]),
-            _floor_row("8x2048 JSON: raw uvicorn echo", legacy, echo.median_cpu_ms),
-            _floor_row("4x64 JSON: raw uvicorn echo", few[1], few[3].median_cpu_ms),
-            _floor_row("8x2048 JSON: loopback TCP", legacy, floor.loopback_cpu_ms(body_bytes)),
-            _floor_row("8x2048 JSON: memcpy", legacy, floor.memcpy_ms(body_bytes)),
+            _baseline_row("8x2048 JSON: raw uvicorn echo", legacy, echo.median_cpu_ms),
+            _baseline_row("4x64 JSON: raw uvicorn echo", few[1], few[3].median_cpu_ms),
+            _baseline_row("8x2048 JSON: loopback TCP", legacy, machine_baseline.loopback_cpu_ms(body_bytes)),
+            _baseline_row("8x2048 JSON: memcpy", legacy, machine_baseline.memcpy_ms(body_bytes)),
         ]
 
     def queue(self) -> list[Row]:
@@ -148,10 +149,24 @@ class Bench:
             Row("  " + polling, ""),
         ]
 
+    def registry(self) -> list[Row]:
+        count, seconds = (40, 15) if self._quick else (200, 60)
+        with servers.ours(self._store(), self._directory) as ours:
+            found = measure_registry(ours, count, 5 * count, seconds)
+        return [
+            Row(
+                f"{count} inference servers, {5 * count:,} environments that follow them",
+                f"{100 * found.cpu_fraction:.2g} % of a core",
+                must="5 %",
+                met=found.cpu_fraction < 0.05,
+            ),
+            Row(f"  {found.calls_per_second:.0f} calls/s; all know of one that left", f"{found.told_seconds:.2g} s"),
+        ]
+
     def _drive(
         self, shape: Shape, *, batches: int, ours: list[Callable[[servers.Server, Shape], Driver]], zipped: bool = False
     ) -> list[Series]:
-        """The reference first, then each of ours on a broker of its own, in turn."""
+        """Drive the reference first, then each of ours on a broker of its own, in turn."""
         groups = make_groups(shape, 2 * shape.groups_per_batch, environments=ENVIRONMENTS)
         with ExitStack() as stack:
             theirs = stack.enter_context(servers.reference(self._python, self._directory))
@@ -182,21 +197,29 @@ def _cpu_row(measure: str, ours: Series, reference: Series, *, must: float = 0, 
     return compared(measure, ours.median_cpu_ms, reference.median_cpu_ms, "ms", ratio=ratio, must=must, aim=aim)
 
 
-def _floor_row(measure: str, ours: Series, floor_ms: float) -> Row:
+def _baseline_row(measure: str, ours: Series, floor_ms: float) -> Row:
     return Row(measure, f"{ours.median_cpu_ms:.4g} ms", f"{floor_ms:.4g} ms", floor_ms / ours.median_cpu_ms)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds and shorter queues: a look, not a result")
-    parser.add_argument("--only", choices=["cycles", "queue", "memory", "crowd"], nargs="+", help="some of the rows")
+    parser.add_argument(
+        "--only", choices=["cycles", "queue", "memory", "crowd", "registry"], nargs="+", help="some of the rows"
+    )
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "atropos")
     arguments = parser.parse_args()
     python = peer_python(arguments.cache)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as directory:
-        bench = Bench(Path(directory), python, quick=arguments.quick)
-        parts = {"cycles": bench.cycles, "queue": bench.queue, "memory": bench.memory, "crowd": bench.crowd}
+        run = BenchmarkRun(Path(directory), python, quick=arguments.quick)
+        parts = {
+            "cycles": run.cycles,
+            "queue": run.queue,
+            "memory": run.memory,
+            "crowd": run.crowd,
+            "registry": run.registry,
+        }
         for name in arguments.only or parts:
             rows += parts[name]()
             print(f"{name} done", flush=True)

@@ -1,4 +1,4 @@
-"""The one client that drives every server: HTTP on kept connections, or a new one a request as legacy clients do."""
+"""The client that drives every server: HTTP on kept connections, or on a new one per request as legacy clients do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Client:
         self._local = threading.local()
 
     def request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Answer:
-        """Send and read whole; an answer that is not a success is an error here."""
+        """Send a request and read the whole answer; raise if it is not a success."""
         connection = self._connection()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request(method, path, body, named)
@@ -46,7 +46,7 @@ class Client:
         return answer
 
     def call(self, method: str, path: str, content: object = None, **headers: str) -> Any:
-        """As `request`, for small JSON."""
+        """Send a request as `request` does, with a small JSON body."""
         body = None if content is None else json.dumps(content).encode()
         return json.loads(self.request(method, path, body, content_type="application/json", **headers).body or b"null")
 
@@ -59,7 +59,7 @@ class Client:
 
 
 class Line:
-    """One connection for timing small requests: the client's side does as little work as possible."""
+    """A connection for timing small requests, with as little work on the client's side as possible."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -73,7 +73,7 @@ class Line:
         self._socket.close()
 
     def time(self, method: str, path: str, body: bytes = b"") -> tuple[float, bytes]:
-        """Milliseconds from the first byte sent to the last received, and the answer's body."""
+        """Return the milliseconds from the first byte sent to the last received, and the answer's body."""
         head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\nContent-Type: application/json\r\n"
         request = head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
         began = time.perf_counter()
@@ -93,5 +93,5 @@ class Line:
 
 
 def new_key() -> str:
-    """An idempotency key; the reference does not know them and ignores the header."""
+    """Return an idempotency key; the reference ignores the header."""
     return f"key-{next(_keys):032d}"

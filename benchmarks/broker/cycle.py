@@ -1,4 +1,4 @@
-"""Groups from submission to delivery: the server's CPU time for each, and every value that comes out compared."""
+"""Groups from submission to delivery: the server's CPU time for each, and a comparison of every value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.broker.drivers import ENVIRONMENTS, Driver, submit_all
 from benchmarks.broker.workload import SentGroup, Shape, compare
 
 OURS_MORE_OFTEN = 6
-"""Our share of a round is a fraction of the reference's, so it is repeated until it can be measured."""
+"""Repetitions of our part of a round, which takes a fraction of the reference's time."""
 
 
 @dataclass
@@ -29,14 +29,14 @@ class Series:
         return statistics.median(self.cpu_ms)
 
     def ratio_to(self, other: Series) -> float:
-        """The median over the rounds of the other's CPU time over ours."""
+        """Return the median, over the rounds, of the other's CPU time divided by ours."""
         return statistics.median(theirs / mine for mine, theirs in zip(self.cpu_ms, other.cpu_ms, strict=True))
 
 
 def in_turn(
     drivers: Sequence[Driver], shape: Shape, groups: list[SentGroup], *, rounds: int, batches: int
 ) -> list[Series]:
-    """Drive the servers one after the other, `rounds` times. The first is the reference."""
+    """Drive the servers one after the other, `rounds` times; the first is the reference."""
     series = [Series(driver) for driver in drivers]
     with ThreadPoolExecutor(ENVIRONMENTS) as pool:
         for one in series:
@@ -53,7 +53,7 @@ def in_turn(
 def _run(
     driver: Driver, shape: Shape, groups: list[SentGroup], batches: int, pool: ThreadPoolExecutor
 ) -> tuple[float, float]:
-    """CPU and wall milliseconds a group, over some batches."""
+    """Return CPU and wall milliseconds per group, over some batches."""
     per_batch = shape.groups_per_batch
     done: list[tuple[list[SentGroup], Answer | None]] = []
     cpu_before, began = driver.server.cpu_seconds(), time.perf_counter()

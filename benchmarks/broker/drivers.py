@@ -38,13 +38,13 @@ class Driver(Protocol):
     def submit(self, group: SentGroup) -> None: ...
 
     def fetch(self) -> Answer | None:
-        """Return the next batch, for which enough groups were submitted; None from a server without batches."""
+        """Return the next batch, for which enough groups were submitted; None if the server has no batches."""
 
     def decode(self, answer: Answer) -> list[dict[str, Any]]: ...
 
 
 class Legacy:
-    """The Atropos contract. `zipped`: as its real clients, gzip 9 in, gzip accepted, a new connection each time."""
+    """The Atropos contract; `zipped` is as its real clients do it: gzip 9, and a new connection for each request."""
 
     def __init__(self, server: Server, shape: Shape, *, zipped: bool = False) -> None:
         self.server = server
@@ -81,7 +81,7 @@ class Legacy:
 
 
 def register_legacy(client: Client, shape: Shape, environments: int = ENVIRONMENTS) -> list[int]:
-    """A trainer that has polled once, and its environments; answers their ids."""
+    """Register a trainer that polls once, and its environments; return their ids."""
     client.call(
         "POST",
         "/register",
@@ -106,7 +106,7 @@ def register_legacy(client: Client, shape: Shape, environments: int = ENVIRONMEN
 
 @dataclass(frozen=True)
 class Form:
-    """A form of v1: what it is called, how a submission is written, and how a batch is read."""
+    """A form of v1: its name, how a submission is written, and how a batch is read."""
 
     media_type: str
     encode: Encode
@@ -135,7 +135,7 @@ IN_COLUMNS = Form(MEDIA_TYPE, _columns_submission, _columns_batch)
 
 
 class Native:
-    """v1 of our broker: numbered batches, each committed before the next is asked for."""
+    """Our broker's v1: numbered batches, each committed before the next is requested."""
 
     def __init__(self, server: Server, shape: Shape, *, sent: Form = IN_JSON, wanted: Form = IN_JSON) -> None:
         self.server = server
@@ -175,14 +175,14 @@ class Native:
 
 
 class Echo:
-    """A server that sends every body back: submissions alone, for it keeps nothing."""
+    """A server that sends every body back; it takes submissions only, as it stores nothing."""
 
     def __init__(self, server: Server, shape: Shape) -> None:  # noqa: ARG002 - as the others
         self.server = server
         self._client = Client(server.port)
 
     def prepare(self, groups: Sequence[SentGroup]) -> None:
-        """Groups are sent as they are."""
+        """Return the groups as they are."""
 
     def submit(self, group: SentGroup) -> None:
         if self._client.request("POST", "/", group.text).body != group.text:

@@ -1,4 +1,4 @@
-"""An ASGI application that sends every body back: the floor under any server on the same stack."""
+"""An ASGI application that sends every body back: the lowest cost of any server on the same stack."""
 
 from __future__ import annotations
 

@@ -23,19 +23,19 @@ DISTINCT = 100
 PER_LIST = 100
 POLLS = 500
 SETTLE_SECONDS = 3.0
-"""Pause after filling, so that the queue's length is measured and not the writing of it to the disk."""
+"""Pause after filling, so that the writing to disk is over before the queue is measured."""
 LATER_BATCHES = 20
 
 
 class Resident(NamedTuple):
-    """Bytes of memory for each queued group, and how many its JSON has."""
+    """Bytes of memory per queued group, and bytes of its JSON."""
 
     bytes_per_group: float
     json_bytes: float
 
 
 class Polls(NamedTuple):
-    """Milliseconds for each, as the caller waits and as the server's CPU works."""
+    """Milliseconds per poll: the caller's wait, and the server's CPU time."""
 
     wait_ms: float
     cpu_ms: float
@@ -43,7 +43,7 @@ class Polls(NamedTuple):
 
 @dataclass(frozen=True)
 class Queued:
-    """One server with so many groups queued; milliseconds."""
+    """Times of one server with a number of groups queued, in milliseconds."""
 
     groups: int
     status_env_ms: float
@@ -53,7 +53,7 @@ class Queued:
 
 
 def measure_queue(server: Server, queued: int) -> Queued:
-    """Queue small groups, then time polls and batches, first among them the one that meets the full queue."""
+    """Queue small groups, then time polls and batches; the first batch meets the full queue."""
     client = Client(server.port)
     env_ids = register_legacy(client, SMALL)
     sent = make_groups(SMALL, DISTINCT, environments=ENVIRONMENTS)

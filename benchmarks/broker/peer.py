@@ -16,7 +16,7 @@ WEB_STACK = ("fastapi", "starlette", "pydantic", "uvicorn", "uvloop", "httptools
 
 
 def peer_python(cache: Path) -> Path:
-    """The interpreter of an environment with the reference in it, made on the first call."""
+    """Return the interpreter of an environment that holds the reference, created on the first call."""
     environment = cache / "bench-atroposlib-0.4.0"
     python = environment / "bin" / "python"
     pins = [f"{name}=={version(name)}" for name in WEB_STACK]

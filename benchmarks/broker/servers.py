@@ -30,7 +30,7 @@ class Server:
     pid: int
 
     def cpu_seconds(self) -> float:
-        """CPU time of all threads so far, to the nanosecond: Linux lets a process' clock be read by its id."""
+        """Return the CPU time of all threads so far, to the nanosecond, from the process's own clock."""
         return time.clock_gettime(~self.pid << 3 | 2)
 
     def resident_bytes(self) -> int:
@@ -56,7 +56,7 @@ def reference(python: Path, directory: Path) -> Iterator[Server]:
 
 @contextmanager
 def ours(store: str, directory: Path, options: Sequence[str] = ROOMY) -> Iterator[Server]:
-    """Our broker; everything not named is at its default."""
+    """Start our broker; everything not named is at its default."""
     command = [sys.executable, "-m", "atropos_api", "--store", store, *options]
     with _running("this broker", command, directory, probe="/readyz") as server:
         yield server

@@ -1,8 +1,8 @@
 """A long run with a slow trainer: `python -m benchmarks.broker.soak --minutes 30`.
 
 Eight environments offer groups at a steady rate and pause, as Atropos' own do, while enough is queued; the trainer
-takes a batch now and then. Prints what memory and disk came to over the run, quarter by quarter: bounded means that the
-last is no higher than those before. Every group delivered is compared with what was sent, and counted: none lost, none
+takes a batch now and then. Prints memory and disk use of each quarter of the run: they are bounded if the last is no
+higher than those before. Every group delivered is compared with what was sent, and counted: none is lost or delivered
 twice.
 """
 
@@ -101,7 +101,7 @@ def _watch(server: servers.Server, store: Path, until: float) -> list[tuple[floa
 
 
 def _sample(server: servers.Server, store: Path) -> tuple[float, float, int]:
-    """Resident MiB, MiB on disk, open files."""
+    """Return resident MiB, MiB on disk, and open files."""
     disk = 0
     for path in store.rglob("*"):
         try:

@@ -1,4 +1,4 @@
-"""The rows of the result, and how they are printed: ratios first, for only they carry over to another machine."""
+"""The rows of the result and how they are printed: ratios first, since only they carry over to another machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """One measure. `ratio`: the reference's figure over ours, above 1 is better; None where there is no reference."""
+    """One measure; `ratio` is the reference's figure over ours (above 1 is better), None without a reference."""
 
     measure: str
     ours: str
@@ -28,7 +28,7 @@ def compared(
     must: float = 0,
     aim: float = 0,
 ) -> Row:
-    """A row of two figures in the same unit; `ratio` where it is not simply the one over the other."""
+    """Return a row of two figures in the same unit; `ratio` is given if it is not just their quotient."""
     achieved = reference / ours if ratio is None else ratio
     return Row(
         measure,

@@ -1,6 +1,6 @@
-"""Groups as environments really send them: text of `json.dumps`, token ids with a skew, logprobs that were float32.
+"""Groups as environments send them: text of `json.dumps`, skewed token ids, logprobs that were float32.
 
-Half of the sampled tokens are near certain, as in a trained model, so many a logprob is written with an exponent.
+Half of the sampled tokens are almost certain, as in a trained model, so many logprobs are written with an exponent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GZIP_LEVEL = 9
 
 @dataclass(frozen=True)
 class Shape:
-    """Sequences a group, tokens a sequence, groups a batch."""
+    """Sequences per group, tokens per sequence, groups per batch."""
 
     size: int
     length: int
@@ -38,14 +38,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class SentGroup:
-    """One group: what it says, and the text of it."""
+    """One group: its values and its JSON text."""
 
     values: dict[str, Any]
     text: bytes
 
     @property
     def mark(self) -> int:
-        """The first token tells the groups of a workload apart."""
+        """Return the first token, which differs in all groups of a workload."""
         first: int = self.values["tokens"][0][0]
         return first
 
@@ -93,7 +93,7 @@ def _logprobs(random: np.random.Generator, count: int) -> list[float]:
 
 
 def compare(sent: list[SentGroup], delivered: list[dict[str, Any]]) -> None:
-    """Every value delivered is the value sent; keys beyond those sent are null or the broker's own."""
+    """Check that every value delivered is the value sent; further keys are null or the broker's own."""
     wanted = {group.mark: group.values for group in sent}
     if sorted(wanted) != sorted(item["tokens"][0][0] for item in delivered):
         raise AssertionError(f"{len(sent)} groups were sent, {len(delivered)} others were delivered")

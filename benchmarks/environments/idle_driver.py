@@ -24,7 +24,7 @@ WARM_SECONDS = 2.0
 
 
 async def measure(settings: dict[str, Any]) -> float:
-    """Seconds of this thread alone; the broker's are another's."""
+    """Return CPU seconds of this thread alone, without the broker's."""
     config = BaseEnvConfig(
         group_size=8,
         tokenizer_name=settings["tokenizer"],

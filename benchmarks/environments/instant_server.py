@@ -1,9 +1,9 @@
-"""An inference server and a broker that answer at once, so that what a client spends is all that is measured.
+"""An inference server and a broker that answer at once, so that only the client's cost is measured.
 
     python benchmarks/environments/instant_server.py PORT END_TOKEN
 
-`/generate` answers 8 samples of 64 tokens, made beforehand, in the form that was asked for; `/plain/generate` is that
-of a server that knows Atropos' form alone.
+`/generate` answers 8 samples of 64 tokens, made beforehand, in the requested form; `/plain/generate` is the route of a
+server that has Atropos' form only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class InstantServer:
-    """A bare ASGI application that knows every answer already."""
+    """A bare ASGI application whose answers are all made beforehand."""
 
     def __init__(self, end: int) -> None:
         rng = random.Random(0)

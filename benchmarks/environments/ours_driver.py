@@ -27,7 +27,7 @@ class CostEnv(BaseEnv):
     name = "cost"
 
     async def setup(self) -> None:
-        """There is nothing to load."""
+        """Do nothing: there is nothing to load."""
 
     async def get_next_item(self) -> str:
         return "How many characters does a good answer have? " * 4
@@ -41,7 +41,7 @@ class CostEnv(BaseEnv):
             return scored_group(session.nodes, scores), []
 
     async def evaluate(self, *_: Any, **__: Any) -> None:
-        """Not measured."""
+        """Do nothing: evaluations are not measured."""
 
 
 async def measure(settings: dict[str, Any]) -> float:

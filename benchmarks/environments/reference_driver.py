@@ -23,7 +23,7 @@ class CostEnv(BaseEnv):
     name = "cost"
 
     async def setup(self):
-        """There is nothing to load."""
+        """Do nothing: there is nothing to load."""
 
     async def get_next_item(self):
         return "How many characters does a good answer have? " * 4
@@ -44,7 +44,7 @@ class CostEnv(BaseEnv):
             return group, []
 
     async def evaluate(self, *_, **__):
-        """Not measured."""
+        """Do nothing: evaluations are not measured."""
 
 
 async def measure(settings):

@@ -3,9 +3,9 @@
     python benchmarks/environments/sdk_cost.py [--groups 600] [--rounds 3] [--idle-seconds 30]
 
 256 rollouts are in flight (32 groups of 8, 64 tokens each) against a server in another process that answers at once
-and takes the groups as well. Both SDKs run the same small environment, turn about, and read the same answers; ours a
-second time in the compact form that it agrees on with our own server. At the end: what a server of ours costs while
-the queue is full and there is nothing to do.
+and also takes the groups. Both SDKs run the same small environment in turns and read the same answers; ours runs again
+with the compact form that it agrees on with our own server. The last figure is the cost of a server of ours while the
+queue is full.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def sides(reference: Path | None) -> Iterator[tuple[str, Path, str, dict[str, ob
 
 
 def report(found: dict[str, list[float]], idle: float | None) -> int:
-    """The table; 1 when ours costs more than a fifth of the reference, or idles at more than a hundredth of a core."""
+    """Print the table; return 1 if ours costs over a fifth of the reference, or a hundredth of a core when idle."""
     reference = found.get("Atropos 0.4.0")
     print(f"{'':24}{'CPU ms a group':>16}{'of Atropos':>12}   (rounds)")
     worst = 0.0
@@ -107,7 +107,7 @@ def run_driver(python: Path, driver: str, settings: dict[str, object]) -> float:
 
 
 def reference_python() -> Path | None:
-    """The interpreter of an environment with the reference, made on the first call; None where it cannot be had."""
+    """Return the interpreter of an environment with the reference, created on the first call; None if that fails."""
     environment = CACHE / "bench-atropos-sdk-0.4.0"
     python = environment / "bin" / "python"
     complete = environment / ".complete"
@@ -127,7 +127,7 @@ def reference_python() -> Path | None:
 
 
 def make_tokenizer(directory: Path) -> tuple[Path, int]:
-    """A small tokenizer folder that both sides can load, and the id of its end token."""
+    """Write a small tokenizer folder that both sides can load; return it and the id of its end token."""
     end = save_tokenizer(directory).token_to_id(END)
     assert end is not None
     return directory, end

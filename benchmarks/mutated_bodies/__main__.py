@@ -2,9 +2,9 @@
 
     python benchmarks/mutated_bodies --count 10000
 
-The broker is a process of its own with the durable default store. Rounds follow one another, each with a stretch in
-which the neighbours are alone, one beside well-formed bodies, and one beside mutants at the same rate. Printed are the
-answers by status, what became of the neighbours' groups, the ratios of their p99, and the broker's resident memory.
+The broker is a process of its own with the durable default store. Each round has a period in which trainer and
+environments are alone, one beside well-formed bodies, and one beside mutants at the same rate. Printed are the answers
+by status, the groups of these neighbours that were lost or altered, the ratios of their p99, and the broker's memory.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def make_bodies(environment_id: int, rng: random.Random) -> Bodies:
         )
         submission = {"environment_id": environment_id, "groups": [item]}
         bodies.append(("/v1/groups", json.dumps(submission).encode(), {"Idempotency-Key": f"mutant {index}"}))
-        call = calls.submit(environment_id, [group], idempotency_key=f"columns {index}", form="columns")
+        call = calls.submit(environment_id, [group], idempotency_key=f"columns {index}", run_id=None, form="columns")
         bodies.append((call.path, call.content or b"", call.headers))
     return bodies
 
@@ -130,7 +130,7 @@ def as_legacy(group: Group, environment_id: int) -> dict[str, Any]:
 
 @contextmanager
 def broker(store: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A broker on a free port."""
+    """Run a broker on a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

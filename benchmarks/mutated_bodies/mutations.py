@@ -1,4 +1,4 @@
-"""Bodies that no client should send, made from bodies that clients do send: what to put on the wire, by kind."""
+"""Malformed requests, made by kind from bodies that clients send."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BOMB_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class Mutant:
-    """One request as it is sent; with `lies` its framing is false, so a close without an answer is accepted."""
+    """One request as it is sent; if it `lies` about its framing, a close without an answer is accepted."""
 
     kind: str
     path: str
@@ -42,7 +42,7 @@ class Mutant:
     lies: bool = False
 
     def wire(self, rng: random.Random) -> bytes:
-        """Head and body."""
+        """Return head and body as they are sent."""
         headers = {"Host": "localhost", "Content-Type": "application/json", "Connection": "close", **self.headers}
         body = self.body
         if self.framing == "length":
@@ -60,7 +60,7 @@ class Mutant:
 
 
 def make(rng: random.Random, bodies: list[tuple[str, bytes, dict[str, str]]]) -> Mutant:
-    """A mutant of one of `bodies` (path, bytes, headers)."""
+    """Return a mutant of one of `bodies` (path, bytes, headers)."""
     path, body, headers = rng.choice(bodies)
     is_json = headers.get("Content-Type", "application/json") == "application/json"
     kinds = (*BYTE_KINDS, *JSON_KINDS) if is_json else BYTE_KINDS
@@ -237,14 +237,14 @@ def chunk(body: bytes, rng: random.Random) -> bytes:
 
 
 def insert(mutant: Mutant, rng: random.Random, text: str) -> None:
-    """Put raw text where some value of the body was."""
+    """Replace some value of the body by raw text."""
     marker = "\u2603"
     value = replace(json.loads(mutant.body), rng, marker)
     mutant.body = json.dumps(value, ensure_ascii=False).replace(f'"{marker}"', text).encode("utf-8", "surrogatepass")
 
 
 def replace(value: Any, rng: random.Random, new: Any) -> Any:
-    """`value` with one place in it, however deep, taken by `new`."""
+    """Return `value` with one of its parts, at any depth, replaced by `new`."""
     places = [(holder, key) for holder in walk(value) for key in keys(holder)]
     if not places:
         return new

@@ -1,4 +1,4 @@
-"""A trainer and two environments that go about their work, know what they sent, and time every call they make."""
+"""A trainer and two environments at work, which remember what they sent and time every call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MARK = "neighbour"
 
 
 class Neighbours:
-    """`sent` and `received` hold the groups by their number; `calls` when each call began and how long it took."""
+    """The neighbours' groups by number (`sent`, `received`), and start and duration of their `calls`."""
 
     def __init__(self, url: str) -> None:
         self.sent: dict[int, Group] = {}
@@ -64,7 +64,7 @@ class Neighbours:
         return sorted(self.sent.keys() - self.received.keys())
 
     def altered(self) -> list[int]:
-        """Those that came back as anything but what was sent, or more than once."""
+        """Return the groups that came back altered, or more than once."""
         wrong = []
         for number, groups in self.received.items():
             wanted = self.sent.get(number)
@@ -73,7 +73,7 @@ class Neighbours:
         return wrong
 
     def p99(self, stretches: Sequence[tuple[float, float]]) -> float:
-        """Seconds, over the calls that began in one of the stretches."""
+        """Return the p99 in seconds of the calls that began in one of the periods."""
         taken = sorted(
             seconds for began, seconds in self.calls if any(since <= began < until for since, until in stretches)
         )
@@ -133,7 +133,7 @@ class Neighbours:
 
 
 def make_group(rng: random.Random, length: int = 64) -> Group:
-    """A group whose numbers all forms of the wire carry exactly."""
+    """Return a group whose numbers are exact in every wire format."""
     tokens = [[rng.randrange(50_000) for _ in range(length)] for _ in range(GROUP_SIZE)]
     return Group(
         tokens=tokens,
@@ -145,5 +145,5 @@ def make_group(rng: random.Random, length: int = 64) -> Group:
 
 
 def strip(group: Group) -> Group:
-    """Without what the broker writes into it."""
+    """Return the group without the fields that the broker adds."""
     return msgspec.structs.replace(group, env_id=None, received_version=None)

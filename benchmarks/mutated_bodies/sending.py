@@ -20,7 +20,7 @@ Counts = collections.Counter[str]
 
 
 class Sender:
-    """A process of its own at low priority, so that it takes nothing from those who are timed."""
+    """A process of its own at low priority, so that it does not slow the callers that are timed."""
 
     def __init__(self, url: str, bodies: Bodies, *, rate: float, seed: int) -> None:
         arguments = (url, bodies, rate, seed)
@@ -68,7 +68,7 @@ def make(rng: random.Random, bodies: Bodies, mutate: bool) -> tuple[Mutant, byte
 
 
 def send(url: str, mutant: Mutant, wire: bytes) -> str:
-    """The status, `closed` for an end without an answer that the framing excuses, or else `silence`."""
+    """Send one request; return its status, `closed` for an unanswered one with false framing, or else `silence`."""
     host, port = url.removeprefix("http://").split(":")
     received = b""
     try:

@@ -2,8 +2,8 @@
 
 One server of a model of some 80M random parameters in bf16, its weights shared; for each kind of masters a trainer in a
 process of its own loads, publishes, trains one step with AdamW and publishes again. Memory is proportional (`Pss` in
-`smaps_rollup`), so that what both processes map counts once. The trainer's is told without what it has before it loads
-anything (the imports). `none` must add no copy: under a tenth of the served bytes, at its peak while loading as well.
+`smaps_rollup`), so that what both processes map counts once. The trainer's figure leaves out its memory before loading
+(the imports). `none` must add no copy: under a tenth of the served bytes, also at its peak while loading.
 
     python benchmarks/sync/copies.py [--masters fp32 host none]
 """
@@ -27,10 +27,10 @@ import psutil
 import torch
 from harness import server
 
-from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.optimizers import OptimizerSettings, make_optimizer
 from example_trainer.weights import logprob_parity
-from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
+from example_trainer.weights.shared_vllm import SharedVllmBridge
+from example_trainer.weights.testing import config_of
 
 MEBIBYTE = 1 << 20
 SHAPE = {
@@ -90,19 +90,14 @@ def make_model(directory: Path) -> None:
 
 
 def train(masters: Any, model: str, url: str) -> None:
-    """In a process of its own: load, publish, step, publish; the memory it came to on standard output."""
+    """Load, publish, step and publish in a process of its own; print the memory it took."""
     vars(logprob_parity).update(_PROMPT_LENGTHS=(4,), _OUTPUTS_PER_PROMPT=1)  # agreement is not what is measured here
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401  the imports belong to what was there before
 
     before, anonymous = own("pss"), own_anonymous()
-    bridge = SharedVllmBridge(
-        SharedOptions(
-            policy=PolicyOptions(model_name=model, dtype="bfloat16", master_weights=masters),
-            server_url=url,
-            manifest_path=str(Path.cwd() / "vllm_bridge_config.json"),
-            wait_timeout_seconds=60.0,
-        )
-    )
+    manifest = str(Path.cwd() / "vllm_bridge_config.json")
+    changes = {"dtype": "bfloat16", "master_weights": masters, "vllm_config_path": manifest, "wait_timeout": 60.0}
+    bridge = SharedVllmBridge(config_of(url, model, **changes))
     peak = peak_during(bridge.prepare) - anonymous
     told: dict[str, int] = {"loaded": own_anonymous() - anonymous, "peak": peak}
     policy = bridge._policy  # noqa: SLF001  as prepare() gave it
@@ -154,7 +149,7 @@ def peak_during(work: Callable[[], object]) -> int:
 
 
 def pss_of_server(url: str) -> int:
-    """Proportional memory of the server's processes."""
+    """Return the proportional memory of the server's processes."""
     port = url.rpartition(":")[2]
     found = [each for each in psutil.process_iter() if "--share-weights" in _command(each) and port in _command(each)]
     family = {each.pid: each for parent in found for each in (parent, *parent.children(recursive=True))}

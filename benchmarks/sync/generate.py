@@ -1,9 +1,9 @@
 """Measures the cost of `/generate` against vLLM's own completion route, on one server and in one run.
 
-The same prompt and sampling are asked for by either route, with the sampled tokens' ids and logprobs in the answer, by
-1 and by 64 clients at a time. The routes take turns in short windows. It prints requests and tokens per second of wall
-time, and the CPU time of the process that answers HTTP (the engine's process does the same work for each route). The
-ratios, of ours to vLLM's, are taken within each round of turns; their median is what counts.
+Both routes get the same prompt and sampling, and answer the sampled tokens' ids and logprobs, to 1 and to 64 clients at
+a time. The routes take turns in short windows. Printed are requests and tokens per second of wall time, and the CPU
+time of the process that answers HTTP (the engine's process does the same work for each route). The ratios of ours to
+vLLM's are taken within each round of turns; their median counts.
 
     python benchmarks/sync/generate.py [--rounds 5] [--seconds 3]
 """
@@ -32,7 +32,7 @@ THEIRS = "/v1/completions"
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One way to ask for the same tokens."""
+    """One of the routes that return the same tokens."""
 
     name: str
     path: str
@@ -60,7 +60,7 @@ def routes(model: str) -> list[Route]:
 
 
 def tokens_and_logprobs(route: Route, answer: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """The one output's, from whichever form."""
+    """Return tokens and logprobs of the single output, in the form of either route."""
     if route.path == THEIRS:
         (choice,) = answer["choices"]
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
@@ -69,7 +69,7 @@ def tokens_and_logprobs(route: Route, answer: dict[str, Any]) -> tuple[list[int]
 
 
 async def take_turn(url: str, route: Route, clients: int, seconds: float, on: Server) -> Window:
-    """Keep that many requests under way for that long."""
+    """Keep a number of requests in flight for some seconds."""
     answers: list[bytes] = []
     headers = {"Content-Type": "application/json"}
     async with aiohttp.ClientSession(url, headers=headers) as session:
@@ -91,7 +91,7 @@ async def take_turn(url: str, route: Route, clients: int, seconds: float, on: Se
 
 
 def front_and_engine(on: Server) -> tuple[float, float]:
-    """CPU seconds so far of the process that answers HTTP, and of those below it."""
+    """Return the CPU seconds so far of the process that answers HTTP, and of its children."""
     seconds = [sum(process.cpu_times()[:2]) for process in on.tree()]
     return seconds[0], sum(seconds[1:])
 

@@ -1,4 +1,4 @@
-"""Shared parts of the sync benchmarks: servers on the demo's base model, load on them, and the cost in CPU time.
+"""Shared parts of the sync benchmarks: servers of the demo's base model, load on them, and their CPU time.
 
 The machine may be busy with other things, so speeds are given per CPU second of the server's processes, and two servers
 that are compared take turns within one run.
@@ -21,15 +21,15 @@ import httpx
 import psutil
 import torch
 
-from example_trainer.modeling.loading import PolicyOptions
-from example_trainer.modeling.lora import AdapterOptions
+from example_trainer.config import TrainingConfig
 from example_trainer.modeling.policy import Policy
 from example_trainer.tiny.cache import ensure_base
+from example_trainer.weights.testing import config_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [5, 6, 7, 8] * 6 + [9, 10]  # 26 tokens, as the demo's
 REQUESTS, SAMPLES, TOKENS = 8, 8, 32
-ADAPTER = AdapterOptions(r=16, alpha=32, target_modules=("all-linear",))
+ADAPTER = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"]}
 SERVE_ADAPTERS = ("--enable-lora", "--max-lora-rank", "16", "--max-loras", "4")
 
 
@@ -37,12 +37,16 @@ def base_model() -> Path:
     return Path(ensure_base("chain", seed=0))
 
 
-def policy_options(model: Path, adapter: AdapterOptions | None = None) -> PolicyOptions:
-    return PolicyOptions(model_name=str(model), dtype="float32", adapter=adapter)
+def trainer(url: str, model: Path, directory: str, *, mode: str, **changes: Any) -> TrainingConfig:
+    """Return a trainer's configuration in a mode; its server is at `url` and has its manifest in `directory`."""
+    usual = {"weight_bridge_mode": mode, "run_dir": Path(directory), "dtype": "float32"}
+    usual |= ADAPTER if mode.startswith("lora") else {}
+    usual |= {"vllm_config_path": str(Path(directory) / "vllm_bridge_config.json")} if mode == "shared_vllm" else {}
+    return config_of(url, model, **usual | changes)
 
 
 def shift(policy: Policy, seed: int) -> None:
-    """A small optimizer step's worth of change, so that no publish is a repeat."""
+    """Change the weights as a small optimizer step does, so that no publish is a repeat."""
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for master in policy.masters.values():
@@ -67,12 +71,8 @@ class Server:
     def cpu_seconds(self) -> float:
         return float(sum(times.user + times.system for times in (each.cpu_times() for each in self.tree())))
 
-    def proportional_bytes(self) -> int:
-        """Memory of these processes, what they share with others divided by those who share it."""
-        return int(sum(each.memory_full_info().pss for each in self.tree()))
-
     def private_bytes(self) -> int:
-        """Memory that would be free without these processes."""
+        """Return the memory that would be free without these processes."""
         return int(sum(each.memory_full_info().uss for each in self.tree()))
 
     def debug(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Server:
 
 @contextlib.contextmanager
 def server(model: Path, directory: str, *flags: str) -> Iterator[Server]:
-    """A vLLM server of ours on a free port, healthy when the block begins."""
+    """Run a vLLM server of ours on a free port; it is healthy when the block begins."""
     port = free_port()
     command = [sys.executable, "-m", "example_trainer.vllm_api_server", "--model", str(model), "--port", str(port)]
     command += ["--bridge-dir", directory, "--dtype", "float32", "--max-model-len", "512", *flags]
@@ -114,7 +114,7 @@ class Load:
     def __init__(self, url: str, *, tokens: int = TOKENS) -> None:
         self.tokens = 0
         self.unanswered = 0
-        """Requests that had to be asked again."""
+        """Number of requests that had to be repeated."""
         self.versions: set[int | None] = set()
         self._url = url
         self._length = tokens

@@ -1,9 +1,9 @@
-"""Keeps a number of requests in flight from a process of its own, so that what publishes is not slowed by asking.
+"""Keeps a number of requests in flight from a process of its own, so that the publishing one is not slowed.
 
     python benchmarks/sync/in_flight.py URL REQUESTS TOKENS STREAMING
 
-STREAMING of the requests are answered token by token; of these it remembers when tokens came. For every line on its
-standard input it writes one with the longest time in seconds in which none did since the line before.
+STREAMING of the requests are answered token by token. For every line on its standard input it writes one with the
+longest time in seconds, since the line before, in which none of these got a token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from harness import PROMPT
 
 
 class Silence:
-    """The longest time without a token since it was last asked for."""
+    """Tracks the longest time without a token since it was last read."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -81,13 +81,13 @@ async def main() -> None:
 
 
 class InFlight:
-    """The process above, seen from the benchmark."""
+    """The benchmark's handle of that process."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def silence_seconds(self) -> float:
-        """The longest time without a token since this was last asked."""
+        """Return the longest time without a token since the last call."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("\n")

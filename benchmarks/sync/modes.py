@@ -1,15 +1,15 @@
-"""Measures a sync in each mode: the time from the optimizer's step to the new policy's first token, and lost decoding.
+"""Measures a sync in each mode: time from the optimizer step to the new policy's first token, and lost decoding.
 
 One server after the other, the same load on each. For each mode: seconds from the change of the masters to the first
 token sampled under the new version; tokens per CPU second of the server in a window of three seconds without a sync,
-and in one with it (longer where the sync is); for how long nothing was answered; copies of the weights beside the
-trainer's own; tokens wasted, that is computed again or asked for again. The figures that the trainers' guides give for
-their modes stand beside ours; those were measured on GPUs with models of billions of parameters, ours on the demo's
-base on a CPU: the order of the modes can be compared.
+and in one with it (longer if the sync is); the longest time without an answer; copies of the weights beside the
+trainer's own; tokens that were computed or requested again. The figures that the trainers' guides give for their modes
+are printed beside ours; those are from GPUs and models of billions of parameters, ours from the demo's base on a CPU,
+so only the order of the modes can be compared. `no_standby` is `none` with `--no-standby-server`.
 
-Decoding between syncs is shown as a share of the first mode's, the guides' in brackets as one of their shared mode's.
+Decoding between syncs is a share of the first mode's, and in brackets the guides' share of their shared mode's.
 
-    python benchmarks/sync/modes.py [--syncs 3] [--modes shared_vllm lora_only lora_restart none reload]
+    python benchmarks/sync/modes.py [--syncs 3] [--modes shared_vllm lora_only lora_restart none no_standby reload]
 """
 
 from __future__ import annotations
@@ -28,26 +28,33 @@ from pathlib import Path
 
 import httpx
 import psutil
-from harness import ADAPTER, PROMPT, SAMPLES, SERVE_ADAPTERS, TOKENS, Load, Server, base_model, free_port, server, shift
-from harness import policy_options as policy_of
+from harness import PROMPT, SAMPLES, SERVE_ADAPTERS, TOKENS, Load, Server, base_model, free_port, server, shift, trainer
 
-from example_trainer.vllm_manager import VllmOptions
 from example_trainer.weights.base import PublishReport, WeightBridge
-from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge
-from example_trainer.weights.restart import RestartBridge, RestartOptions
-from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
+from example_trainer.weights.lora_only import LoraOnlyBridge
+from example_trainer.weights.restart import RestartBridge
+from example_trainer.weights.shared_vllm import SharedVllmBridge
 
 WINDOW_SECONDS = 3.0
-GUIDES = {"shared_vllm": "0 s", "lora_only": "1-5 s", "lora_restart": "about 45 s", "none": "30-60 s", "reload": "-"}
+IDLE_CPU_SECONDS = 0.1
+GUIDES = {"shared_vllm": "0 s", "lora_only": "1-5 s", "lora_restart": "about 45 s", "none": "30-60 s"}
+GUIDES |= {"no_standby": GUIDES["none"], "reload": "-"}
 COPIES = {"shared_vllm": "0", "lora_only": "adapter", "lora_restart": "adapter on disk", "none": "1 on disk, 1 served"}
-COPIES["reload"] = COPIES["none"]
-GUIDES_DECODING = {"shared_vllm": 172, "lora_only": 13, "lora_restart": 108, "none": 172, "reload": 172}
-"""Tokens a second between syncs; the one of `lora_only` is that of a server without CUDA graphs, which ours keeps."""
+COPIES["reload"] = COPIES["no_standby"] = COPIES["none"]
+GUIDES_DECODING = {
+    "shared_vllm": 172,
+    "lora_only": 13,
+    "lora_restart": 108,
+    "none": 172,
+    "no_standby": 172,
+    "reload": 172,
+}
+"""Tokens per second between syncs; for `lora_only` of a server without CUDA graphs, which ours keeps."""
 
 
 @dataclass(slots=True)
 class Figures:
-    """Of one mode, a value for each sync."""
+    """One mode's figures, a value for each sync."""
 
     to_first_token: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -57,7 +64,7 @@ class Figures:
     asked_again: int = 0
 
     def row(self, mode: str, first: float) -> str:
-        """A line of the table; `first` is the rate between syncs of the first mode."""
+        """Return a line of the table; `first` is the first mode's rate between syncs."""
         decoding = statistics.median(self.between) / first
         wasted = f"{self.recomputed_tokens} recomputed, {self.asked_again * SAMPLES * TOKENS} at most asked again"
         return (
@@ -71,53 +78,32 @@ class Figures:
 @contextlib.contextmanager
 def shared(model: Path, directory: str) -> Iterator[tuple[WeightBridge, str]]:
     with server(model, directory, "--share-weights") as running:
-        manifest = str(Path(directory) / "vllm_bridge_config.json")
-        options = SharedOptions(
-            policy=policy_of(model), server_url=running.url, manifest_path=manifest, forwards_from_masters=True
-        )
-        yield SharedVllmBridge(options), running.url
+        config = trainer(running.url, model, directory, mode="shared_vllm", forward_weights="masters")
+        yield SharedVllmBridge(config), running.url
 
 
 @contextlib.contextmanager
-def hotswap(model: Path, directory: str) -> Iterator[tuple[WeightBridge, str]]:
+def lora_only(model: Path, directory: str) -> Iterator[tuple[WeightBridge, str]]:
     with server(model, directory, *SERVE_ADAPTERS) as running:
-        options = HotswapOptions(
-            policy=policy_of(model, ADAPTER), server_url=running.url, adapters_dir=Path(directory) / "served"
-        )
-        yield LoraHotswapBridge(options), running.url
+        yield LoraOnlyBridge(trainer(running.url, model, directory, mode="lora_only")), running.url
 
 
 @contextlib.contextmanager
-def restarting(model: Path, directory: str, mode: str) -> Iterator[tuple[WeightBridge, str]]:
-    port = free_port()
-    vllm = VllmOptions(
-        port=port,
-        log_path=Path(directory) / "server.log",
-        served_model_name=str(model),
-        tokenizer=str(model),
-        max_model_len=512,
-        drain_seconds=0.5,
-    )
-    yield (
-        RestartBridge(
-            RestartOptions(
-                policy=policy_of(model, ADAPTER if mode == "lora_restart" else None),
-                vllm=vllm,
-                weights_dir=Path(directory) / "served",
-                method="reload" if mode == "reload" else "restart",
-                adapter_arguments=SERVE_ADAPTERS,
-            )
-        ),
-        f"http://127.0.0.1:{port}",
-    )
+def restarting(
+    model: Path, directory: str, mode: str, method: str = "restart", *, standby: bool = True
+) -> Iterator[tuple[WeightBridge, str]]:
+    url = f"http://127.0.0.1:{free_port()}"
+    config = trainer(url, model, directory, mode=mode, max_model_len=512, restart_method=method, standby_server=standby)
+    yield RestartBridge(config), url
 
 
 MODES: dict[str, Callable[[Path, str], contextlib.AbstractContextManager[tuple[WeightBridge, str]]]] = {
     "shared_vllm": shared,
-    "lora_only": hotswap,
+    "lora_only": lora_only,
     "lora_restart": lambda model, directory: restarting(model, directory, "lora_restart"),
     "none": lambda model, directory: restarting(model, directory, "none"),
-    "reload": lambda model, directory: restarting(model, directory, "reload"),
+    "no_standby": lambda model, directory: restarting(model, directory, "none", standby=False),
+    "reload": lambda model, directory: restarting(model, directory, "none", "reload"),
 }
 
 
@@ -147,6 +133,7 @@ def measure(bridge: WeightBridge, url: str, *, syncs: int) -> Figures:
     bridge.publish(version)
     figures = Figures()
     for _ in range(syncs):
+        wait_until_idle(url)
         with Load(url) as load:
             time.sleep(0.5)
             figures.between.append(rate(url, load, partial(time.sleep, WINDOW_SECONDS)))
@@ -162,8 +149,18 @@ def measure(bridge: WeightBridge, url: str, *, syncs: int) -> Figures:
     return figures
 
 
+def wait_until_idle(url: str) -> None:
+    """Wait until no process of the servers computes: a standby has then imported everything."""
+    busy = True
+    while busy:
+        before = cpu_by_process(url)
+        time.sleep(1.0)
+        after = cpu_by_process(url)
+        busy = sum(seconds - before.get(pid, 0.0) for pid, seconds in after.items()) > IDLE_CPU_SECONDS
+
+
 class Publishing:
-    """A publish under way in a thread of its own."""
+    """A publish that runs in a thread of its own."""
 
     def __init__(self, bridge: WeightBridge, version: int) -> None:
         self._report: PublishReport | None = None
@@ -181,14 +178,14 @@ class Publishing:
 
 
 def sync_window(url: str, version: int, began: float, figures: Figures) -> None:
-    """Until the first token of the new version, or as long as a window without a sync: a swap is too short to count."""
+    """Measure until the new version's first token, but at least as long as a window without a sync."""
     first_token(url, version)
     figures.to_first_token.append(time.monotonic() - began)
     time.sleep(max(0.0, began + WINDOW_SECONDS - time.monotonic()))
 
 
 def first_token(url: str, version: int) -> None:
-    """Ask for single tokens until one is of the new version."""
+    """Request single tokens until one has the new version."""
     body = {"prompt": PROMPT, "max_tokens": 1, "compact": True}
     while True:
         try:
@@ -202,7 +199,7 @@ def first_token(url: str, version: int) -> None:
 
 
 def rate(url: str, load: Load, wait: Callable[[], None]) -> float:
-    """Tokens per CPU second of whatever listens at `url`, over the time that `wait` takes."""
+    """Return the tokens per CPU second of the server at `url`, over the time that `wait` takes."""
     before = cpu_by_process(url)
     tokens = load.tokens
     wait()
@@ -212,7 +209,7 @@ def rate(url: str, load: Load, wait: Callable[[], None]) -> float:
 
 
 def cpu_by_process(url: str) -> dict[int, float]:
-    """CPU seconds so far of each process of the servers that this program, or its bridge, has started."""
+    """Return the CPU seconds so far of each process of the servers that this program or its bridge started."""
     port = url.rpartition(":")[2]
     found: dict[int, float] = {}
     for child in psutil.Process().children():

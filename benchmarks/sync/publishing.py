@@ -1,16 +1,16 @@
-"""Publishing into shared tensors, measured: how long it takes, and what it takes from decoding.
+"""Measures publishing into shared tensors: its duration, and the decoding speed it costs.
 
 One server on the demo's base model, 128 requests in flight. Windows without and with a publish asked for every 0.25 s
-take turns, in the order A B B A, so that whatever else the machine does falls on both; the ratio is the median of those
-of neighbouring windows. Tokens are counted by the server. A publish that the server is not done with, or that the
-budget for recomputed tokens forbids, is asked for again with the next: how many were made stands beside. The silence
-is the longest time in which none of 16 streaming requests of the 128 got a token, of all windows with publishes.
+take turns in the order A B B A, so that other load on the machine affects both; the ratio is the median over
+neighbouring windows. Tokens are counted by the server. A publish that has to wait for the one before, or for the budget
+of recomputed tokens, is tried again with the next; the number made is printed. The silence is the longest time, in all
+windows with publishes, in which none of 16 streaming requests of the 128 got a token.
 
     python benchmarks/sync/publishing.py [--pairs 4] [--seconds 5] [--lengths 32 200]
 
-Every row says what must hold and whether it did, by the clock. On a busy machine, where the clock tells of the others,
-look at the first row's CPU time and at the ratios per CPU second: they show what is computed again, not what is waited
-for (the drain's limit is half a second, in which 128 outputs of 32 tokens end where the machine is free).
+Every row has its bound and whether it was met, in wall time. On a busy machine, look at the first row's CPU time and at
+the ratios per CPU second instead: they show what is computed again, without waiting times (the drain's limit is half a
+second, in which 128 outputs of 32 tokens end on a free machine).
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
-from harness import Server, base_model, policy_options, server, shift
+from harness import Server, base_model, server, shift, trainer
 from in_flight import InFlight, in_flight
 
 from example_trainer.modeling.policy import Policy
-from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
+from example_trainer.weights.shared_vllm import SharedVllmBridge
 
 REQUESTS = 128
 INTERVAL_SECONDS = 0.25
@@ -40,7 +39,7 @@ LEAST_RATIO = {32: 0.9, 200: 0.5}
 
 @dataclass(slots=True)
 class Publisher:
-    """A trainer reduced to publishing: its bridge, its policy, and the version it is at."""
+    """A trainer that only publishes: its bridge, its policy, and its current version."""
 
     bridge: SharedVllmBridge
     policy: Policy
@@ -54,7 +53,7 @@ class Publisher:
         self.bridge.publish(self.version)
 
     def publish_if_allowed(self) -> bool:
-        """One optimizer step, and a publish of it where the budget has room."""
+        """Take an optimizer step, and publish it if the budget has room."""
         self.since_publish += 1
         allowed = self.bridge.should_publish(self.since_publish)
         if allowed:
@@ -67,9 +66,9 @@ class Seen:
     """The figures of the windows with publishes, as ratios to those without."""
 
     ratios: list[float] = field(default_factory=list)
-    """Of tokens per second."""
+    """Ratios of tokens per second."""
     computing_ratios: list[float] = field(default_factory=list)
-    """Of tokens per CPU second of the server."""
+    """Ratios of tokens per CPU second of the server."""
     rates: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     asked: int = 0
     made: int = 0
@@ -82,19 +81,15 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4, help="windows of each kind")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a window")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LEAST_RATIO), help="tokens of an output")
+    parser.add_argument("--in-flight", default="drain", help="what becomes of running requests, as for the trainer")
+    parser.add_argument("--sync-budget", type=float, default=0.2, help="share of recomputed tokens, as for the trainer")
     asked = parser.parse_args()
     logging.getLogger().setLevel(logging.ERROR)
     model = base_model()
     flags = ("--share-weights", "--max-num-seqs", str(REQUESTS))
     with tempfile.TemporaryDirectory() as directory, server(model, directory, *flags) as running:
-        manifest = str(Path(directory) / "vllm_bridge_config.json")
-        options = SharedOptions(
-            policy=policy_options(model),
-            server_url=running.url,
-            manifest_path=manifest,
-            forwards_from_masters=True,
-        )
-        bridge = SharedVllmBridge(options)
+        flags = {"forward_weights": "masters", "in_flight": asked.in_flight, "sync_budget": asked.sync_budget}
+        bridge = SharedVllmBridge(trainer(running.url, model, directory, mode="shared_vllm", **flags))
         publisher = Publisher(bridge, bridge.prepare())
         try:
             publisher.publish()
@@ -106,7 +101,7 @@ def main() -> None:
 
 
 def idle(publisher: Publisher, running: Server, *, times: int = 40) -> None:
-    """Publishes with nothing else going on, by the clock and by what both sides compute."""
+    """Measure publishes without load, in wall time and in both sides' CPU time."""
     own = psutil.Process()
     took, spent = [], []
     for _ in range(times):
@@ -143,7 +138,7 @@ def measure(publisher: Publisher, running: Server, length: int, *, pairs: int, s
 def window(
     running: Server, requests: InFlight, seconds: float, publisher: Publisher | None, seen: Seen
 ) -> tuple[float, float]:
-    """Tokens per second and per CPU second of the server over some time, with or without publishes."""
+    """Return tokens per second and per CPU second of the server over some time, with or without publishes."""
     requests.silence_seconds()
     cpu = running.cpu_seconds()
     tokens, began = running.debug()["generated_tokens_total"], time.monotonic()

@@ -83,7 +83,9 @@ class BaseEnvConfig(sdk.BaseEnvConfig):
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=(), arbitrary_types_allowed=True)
 
-    allow_truncated_sampling: bool = Field(True, description="train on top-p or top-k samples; their groups are marked")
+    allow_truncated_sampling: bool = Field(
+        True, description="Train on top-p or top-k samples; their groups are marked."
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -9,8 +9,8 @@ to be right. They import the broker's `common` alone.
 from environments.rewards.combine import (
     CombinedReward,
     CombinedScores,
-    Part,
     RewardManager,
+    WeightedReward,
     combine,
 )
 from environments.rewards.gold_check import (
@@ -59,7 +59,6 @@ __all__ = [
     "MathVerifier",
     "Outcome",
     "PairwiseReward",
-    "Part",
     "PatternReward",
     "R1ZeroReward",
     "R1ZeroScore",
@@ -70,6 +69,7 @@ __all__ = [
     "SampleReward",
     "ScoreRange",
     "TargetLengthReward",
+    "WeightedReward",
     "bradley_terry",
     "check_gold",
     "check_reward",

@@ -12,12 +12,17 @@ metrics = manager.metrics()
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from atropos_api.common import metric_names
+from atropos_api.common.concurrency import Worker
 from environments.rewards.gold_check import low_variance_hint, reward_range_warning
 from environments.rewards.math_verifier import AnswerJudge
 from environments.rewards.protocol import (
@@ -32,14 +37,51 @@ from environments.rewards.registry import load_reward, make_reward
 
 Normalization = Literal["none", "weights", "range"]
 
-Spec = str | Mapping[str, Any]
-"""A reward in a configuration: its name, or `{name, weight, params, label}`, of which only the name is required."""
+
+class RewardSpec(BaseModel):
+    """A reward in a configuration: its name, or `{name, weight, params, label}`, also as JSON text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    weight: float = Field(1.0, allow_inf_nan=False)
+    params: dict[str, Any] = {}
+    label: str | None = None
+    """Name of the reward in the metrics; unset: that of the function."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if not value.lstrip().startswith("{"):
+            return {"name": value}
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"a reward is a name or a JSON object, and this is no JSON ({error})") from error
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if it is a reward by name that compares with a reference; functions of the user may do without one."""
+        return ":" not in self.name and bool(getattr(load_reward(self.name), "needs_reference", False))
+
+    @property
+    def shown_name(self) -> str:
+        """The name in the metrics: `polite` for `rewards.py:polite`."""
+        return self.label or self.name.rpartition(":")[2]
+
+
+Spec = str | Mapping[str, Any] | RewardSpec
 
 NORMALIZATIONS: tuple[Normalization, ...] = ("none", "weights", "range")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightedReward:
     """A reward inside a combination: its name in the metrics, and its weight."""
 
     name: str
@@ -60,7 +102,7 @@ class CombinedScores:
         mean = sum(self.totals) / count
         deviation = math.sqrt(sum((total - mean) ** 2 for total in self.totals) / count)
         means = {f"reward/{name}": sum(scores) / count for name, scores in self.components.items()}
-        return {"reward/mean": mean, "reward/std": deviation, **means}
+        return {metric_names.REWARD_MEAN: mean, metric_names.REWARD_STD: deviation, **means}
 
 
 class CombinedReward:
@@ -72,16 +114,19 @@ class CombinedReward:
 
     formula: ClassVar[str] = "sum of weight * score over the parts"
 
-    def __init__(self, parts: Sequence[Part], normalization: Normalization = "none") -> None:
+    def __init__(self, parts: Sequence[WeightedReward], normalization: Normalization = "none") -> None:
         if normalization not in NORMALIZATIONS:
             raise RewardUnusable(f"normalization {normalization!r} is unknown; use one of {', '.join(NORMALIZATIONS)}")
         names = [part.name for part in parts]
-        if not parts or len(set(names)) != len(names):
-            raise RewardUnusable(f"the parts {names} must be at least one, each with a name of its own")
+        if not parts:
+            raise RewardUnusable("no reward is named; name at least one")
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise RewardUnusable(f"two rewards are called {repeated[0]!r} in the metrics; give one another label")
         if normalization != "none" and not any(part.weight for part in parts):
             raise RewardUnusable(f"the weights of {names} are all 0, so nothing can be normalised by their sum")
         self.parts = tuple(parts)
         self.normalization = normalization
+        self._worker = Worker()
         self._ranges = [_finite_range(part) if normalization == "range" else None for part in parts]
 
     @property
@@ -101,7 +146,7 @@ class CombinedReward:
 
     async def score(self, samples: Sequence[Any]) -> CombinedScores:
         """Return totals and components; the parts are called one after another."""
-        components = {part.name: await score_samples(part.reward, samples) for part in self.parts}
+        components = {part.name: await score_samples(part.reward, samples, worker=self._worker) for part in self.parts}
         totals = [0.0] * len(samples)
         for part, stated in zip(self.parts, self._ranges, strict=True):
             for index, score in enumerate(components[part.name]):
@@ -113,7 +158,7 @@ class CombinedReward:
         return 1.0 if self.normalization == "none" else sum(abs(part.weight) for part in self.parts)
 
 
-def _finite_range(part: Part) -> ScoreRange:
+def _finite_range(part: WeightedReward) -> ScoreRange:
     stated = range_of(part.reward)
     if stated is None or not all(map(math.isfinite, stated)) or stated.low == stated.high:
         raise RewardUnusable(
@@ -134,7 +179,7 @@ class RewardManager:
 
     def __init__(self, reward: Reward) -> None:
         if not isinstance(reward, CombinedReward):
-            reward = CombinedReward([Part(reward_name(reward), reward)])
+            reward = CombinedReward([WeightedReward(reward_name(reward), reward)])
         self.reward = reward
         self._totals: list[float] = []
         self._components: dict[str, list[float]] = {}
@@ -176,17 +221,19 @@ def combine(
     return CombinedReward([_part(spec, verifier) for spec in specs], normalization)
 
 
-def _part(spec: Spec, verifier: AnswerJudge | None) -> Part:
-    fields: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
-    unknown = set(fields) - {"name", "weight", "params", "label"}
-    if unknown or "name" not in fields:
-        raise RewardUnusable(f"a reward is described by name, weight, params and label, not by {spec!r}")
-    params = dict(fields.get("params") or {})
-    if verifier is not None and _takes_verifier(load_reward(fields["name"])):
+def _part(spec: Spec, verifier: AnswerJudge | None) -> WeightedReward:
+    try:
+        read = RewardSpec.model_validate(spec)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"])) or "reward"
+        raise RewardUnusable(
+            f"a reward is described by name, weight, params and label, not by {spec!r}: {place}: {problem['msg']}"
+        ) from None
+    params = dict(read.params)
+    if verifier is not None and _takes_verifier(load_reward(read.name)):
         params.setdefault("verifier", verifier)
-    reward = make_reward(fields["name"], params)
-    label = fields.get("label", fields["name"].rpartition(":")[2])  # of `rewards.py:polite` the function's name
-    return Part(label, reward, float(fields.get("weight", 1.0)))
+    return WeightedReward(read.shown_name, make_reward(read.name, params), read.weight)
 
 
 def _takes_verifier(loaded: Any) -> bool:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
+from atropos_api.common import metric_names as names
 from environments.rewards.answers import (
     after_hashes,
     after_thinking,
@@ -44,6 +45,7 @@ class MathReward(ABC):
     """A reward that compares answers. Several may share one `verifier`; without one each makes its own."""
 
     formula: ClassVar[str]
+    needs_reference: ClassVar[bool] = True
 
     def __init__(self, verifier: AnswerJudge | None = None) -> None:
         self._verifier = verifier
@@ -125,6 +127,7 @@ class GSM8kReward(SampleReward):
         GSM8kReward(format_score=0.1).score("2 + 2 = 4\n#### 4", "4").correct
     """
 
+    needs_reference: ClassVar[bool] = True
     formula: ClassVar[str] = (
         "correct_score (1) if the marked number is right, format_score (0) if marked and wrong, else 0"
     )
@@ -271,9 +274,9 @@ def evaluation_metrics(graded: Sequence[R1ZeroScore]) -> Mapping[str, float]:
     """Return the shares of right answers, of texts in form, and of both, under the metric names of evaluations."""
     count = max(len(graded), 1)
     return {
-        "eval/accuracy": sum(score.correct for score in graded) / count,
-        "eval/format_reward": sum(score.format_reward for score in graded) / count,
-        "eval/answer_reward": sum(score.answer_reward for score in graded) / count,
+        names.EVAL_ACCURACY: sum(score.correct for score in graded) / count,
+        names.EVAL_FORMAT_REWARD: sum(score.format_reward for score in graded) / count,
+        names.EVAL_ANSWER_REWARD: sum(score.answer_reward for score in graded) / count,
     }
 
 

@@ -16,8 +16,10 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
+from atropos_api.common.concurrency import Worker
 from atropos_api.common.errors import AtroposError
 
 
@@ -81,10 +83,25 @@ class SampleReward(ABC):
         return [self.score_sample(sample) for sample in samples]
 
 
-async def score_samples(reward: Reward, samples: Sequence[Any]) -> list[float]:
-    """Call a plain or async reward and check its result: one finite number for each sample."""
-    returned = reward(samples)
+NO_SCORES = (Mapping, str, bytes, set, frozenset)
+"""Types that can be iterated and are no list of scores: a mapping would be scored by its keys."""
+
+
+async def score_samples(reward: Reward, samples: Sequence[Any], *, worker: Worker | None = None) -> list[float]:
+    """Call a plain or async reward and check its result: one finite number for each sample.
+
+    A plain function that is not of this package may take long, so with a `worker` that thread runs it.
+    """
+    if worker is None or is_async(reward) or _is_shipped(reward):
+        returned = reward(samples)
+    else:
+        returned = await worker.run(partial(reward, samples), about=f"the reward {reward_name(reward)}")
     values = await returned if inspect.isawaitable(returned) else returned
+    if isinstance(values, NO_SCORES):
+        raise RewardUnusable(
+            f"{reward_name(reward)} returned a {type(values).__name__}, {values!r:.120}; return a list with one number "
+            "a sample"
+        )
     try:
         scores = [float(value) for value in values]
     except (TypeError, ValueError) as error:
@@ -95,6 +112,19 @@ async def score_samples(reward: Reward, samples: Sequence[Any]) -> list[float]:
     if bad is not None:
         raise RewardUnusable(f"{reward_name(reward)} scored sample {bad} with {scores[bad]}; scores must be finite")
     return scores
+
+
+def is_async(reward: Any) -> bool:
+    """Return True if calling the reward returns at once, with something to await."""
+    stated = getattr(reward, "is_async", None)
+    if isinstance(stated, bool):
+        return stated
+    return any(inspect.iscoroutinefunction(each) for each in (reward, getattr(reward, "__call__", None)))  # noqa: B004
+
+
+def _is_shipped(reward: Reward) -> bool:
+    """Return True for the rewards of this package, which are cheap or compare answers in processes of their own."""
+    return type(reward).__module__.startswith(f"{__package__}.") and not hasattr(reward, "is_async")
 
 
 def range_of(reward: Reward) -> ScoreRange | None:

@@ -2,9 +2,9 @@
 
 A name is one of this package (`BUILT_IN`), of an entry point in the group `atropos.rewards`, by which installed
 packages offer rewards, or `module:attribute`, where the module may also be a file (`rewards.py:polite`). A class is
-instantiated with the parameters given; a plain function takes none.
+instantiated with the parameters given; any other callable takes none.
 
-A function with TRL's signature is a reward too: `f(prompts, completions, **columns) -> list[float]`. Prompts and
+A callable with TRL's signature is a reward too: `f(prompts, completions, **columns) -> list[float]`. Prompts and
 completions are texts, or lists of messages if the data's prompts are chats, as in TRL; every column of the data is
 passed as a list, and `completion_ids` has the sampled tokens. It may be async. A score of None means that the reward
 does not apply to the sample; it adds 0, as in TRL's sum.
@@ -12,17 +12,16 @@ does not apply to the sample; it adds 0, as in TRL's sum.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from environments.rewards.protocol import Reward, RewardUnknown, RewardUnusable
+from atropos_api.common.import_path import import_own, searched
+from environments.rewards.protocol import NO_SCORES, Reward, RewardUnknown, RewardUnusable, is_async
 
 ENTRY_POINT_GROUP = "atropos.rewards"
 
@@ -53,44 +52,36 @@ def load_reward(name: str) -> Any:
 
         known = reward_names()
         raise RewardUnknown(
-            f"no reward {name!r}{nearest(name, known)} known are {', '.join(known)}; or module:function, "
-            "or file.py:function"
+            f"no reward {name!r}{nearest(name, known)} (known: {', '.join(known)}; or module:function, "
+            "or file.py:function)"
         )
     module, _, attribute = target.rpartition(":")
     try:
-        return getattr(_load_file(module) if module.endswith(".py") else _import(module), attribute)
+        return getattr(_load_file(module) if module.endswith(".py") else import_own(module), attribute)
     except Exception as error:  # a module may raise anything while it is loaded
         raise RewardUnknown(f"reward {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def make_reward(name: str, params: Mapping[str, Any] | None = None) -> Reward:
     """Make the reward called `name`, ready to be called with samples."""
-    loaded = load_reward(name)
-    if not inspect.isclass(loaded):
-        if params:
-            raise RewardUnusable(f"reward {name!r} is a function and takes no params, but {dict(params)} were given")
-        return TrlReward(loaded) if has_trl_signature(loaded) else cast("Reward", loaded)
+    reward = load_reward(name)
+    if inspect.isclass(reward):
+        reward = _instance(name, reward, params or {})
+    elif params:
+        raise RewardUnusable(f"reward {name!r} is no class and takes no params, but {dict(params)} were given")
+    if not callable(reward):
+        raise RewardUnusable(
+            f"reward {name!r} is a {type(reward).__name__}, which cannot be called; name a function, or a class whose "
+            "instances can be called"
+        )
+    return TrlReward(reward) if has_trl_signature(reward) else cast("Reward", reward)
+
+
+def _instance(name: str, made: Callable[..., Any], params: Mapping[str, Any]) -> Any:
     try:
-        return cast("Reward", loaded(**(params or {})))
+        return made(**params)
     except TypeError as error:
-        raise RewardUnusable(f"reward {name!r}: {error}; it takes {inspect.signature(loaded)}") from error
-
-
-def _import(module: str) -> ModuleType:
-    """Import a module; the working directory is searched last."""
-    with _searched(Path.cwd()):
-        return importlib.import_module(module)
-
-
-@contextmanager
-def _searched(folder: Path) -> Iterator[None]:
-    """Let imports search a folder too, after all other places."""
-    place = str(folder)
-    sys.path.append(place)
-    try:
-        yield
-    finally:
-        sys.path.remove(place)
+        raise RewardUnusable(f"reward {name!r}: {error}; it takes {inspect.signature(made)}") from error
 
 
 def _load_file(path: str) -> ModuleType:
@@ -99,10 +90,10 @@ def _load_file(path: str) -> ModuleType:
     name = f"atropos_reward_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a module up there
-    with _searched(file.parent):
+    with searched(file.parent):
         spec.loader.exec_module(module)
     return module
 
@@ -131,15 +122,29 @@ class TrlReward:
         self._takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
         self._names = {one.name for one in parameters}
 
-    async def __call__(self, samples: Sequence[Mapping[str, Any]]) -> list[float]:
+    @property
+    def is_async(self) -> bool:
+        return is_async(self._function)
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Iterable[float] | Awaitable[Iterable[float]]:
         names = dict.fromkeys(name for sample in samples for name in sample if name != "completion")
         arguments: dict[str, list[Any]] = {name: [sample.get(name) for sample in samples] for name in names}
         arguments["prompts"] = arguments.pop("prompt", [None] * len(samples))
         arguments["completions"] = [_completion(sample) for sample in samples]
         wanted = {name: values for name, values in arguments.items() if self._takes_all or name in self._names}
         returned = self._function(**wanted)
-        scores = await returned if inspect.isawaitable(returned) else returned
-        return [0.0 if score is None else score for score in scores]
+        return _awaited(returned) if inspect.isawaitable(returned) else _without_none(returned)
+
+
+async def _awaited(returned: Awaitable[Any]) -> Any:
+    return _without_none(await returned)
+
+
+def _without_none(scores: Any) -> Any:
+    """Replace None by 0 in a list of scores; what is no list of scores is returned as it is, for `score_samples`."""
+    if isinstance(scores, NO_SCORES) or not isinstance(scores, Iterable):
+        return scores
+    return [0.0 if score is None else score for score in scores]
 
 
 def _completion(sample: Mapping[str, Any]) -> Any:

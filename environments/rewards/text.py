@@ -45,7 +45,7 @@ class PatternReward(SampleReward):
         try:
             self.pattern = re.compile(pattern, re.DOTALL)
         except re.error as error:
-            raise RewardUnusable(f"pattern {pattern!r} is no regular expression: {error}") from error
+            raise RewardUnusable(f"pattern {pattern!r} is not a regular expression: {error}") from error
         self.value = value
 
     @property

@@ -10,21 +10,25 @@ GPUs each, on the ports from 9000 on.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.identity import require_address
+from atropos_api.common.observability import LogForm, MetricsHost, MetricsPort, TracesEndpoint
 from atropos_api.common.secrets import SECRET
 
 ServerType = Literal["openai", "trl", "sglang", "vllm"]
+
+LateMembers = Literal["wait", "redraw", "close"]
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -47,97 +51,129 @@ class EvalHandlingEnum(StrEnum):
 class BaseEnvConfig(BaseModel):
     """Settings of every environment: each is set with `--env.<field>`."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
-    group_size: int = Field(4, ge=1, description="rollouts of one item")
-    max_num_workers: int = Field(-1, description="groups collected at once; -1: max_num_workers_per_node x servers")
-    max_eval_workers: int = Field(16, ge=1, description="evaluation workers at once, where an environment uses it")
-    max_num_workers_per_node: int = Field(8, ge=1, description="groups collected at once for each server")
-    steps_per_eval: int = Field(100, description="trainer steps from one evaluation to the next; 0: none")
-    max_token_length: int = Field(2048, ge=1, description="longest generation; also registered with the broker")
+    group_size: int = Field(4, ge=1, description="Rollouts of one item.")
+    max_num_workers: int = Field(-1, description="Groups collected at once; -1: max_num_workers_per_node x servers.")
+    max_eval_workers: int = Field(16, ge=1, description="Evaluation workers at once, where an environment uses it.")
+    max_num_workers_per_node: int = Field(8, ge=1, description="Groups collected at once for each server.")
+    steps_per_eval: int = Field(100, description="Trainer steps from one evaluation to the next; 0: none.")
+    max_token_length: int = Field(2048, ge=1, description="Longest generation; also registered with the broker.")
     eval_handling: EvalHandlingEnum = Field(
-        EvalHandlingEnum.STOP_TRAIN, description="training rollouts during an evaluation"
+        EvalHandlingEnum.STOP_TRAIN,
+        description="Training rollouts during an evaluation: STOP_TRAIN begins none, LIMIT_TRAIN keeps "
+        "eval_limit_ratio of the workers at them, NONE goes on as before.",
     )
     eval_limit_ratio: float = Field(
-        0.5, gt=0, le=1, description="share of the workers that collect groups under LIMIT_TRAIN"
+        0.5, gt=0, le=1, description="Share of the workers that collect groups under LIMIT_TRAIN."
     )
-    inference_weight: float = Field(1.0, gt=0, description="weight of this environment's share of a batch")
-    batch_size: int = Field(-1, description="sequences in a batch; the broker's value replaces it")
-    max_batches_offpolicy: int = Field(3, ge=1, description="batches that may be in collection or in the queue")
+    inference_weight: float = Field(1.0, gt=0, description="Weight of this environment's share of a batch.")
+    batch_size: int = Field(-1, description="Sequences in a batch; the broker's value replaces it.")
+    max_batches_offpolicy: int = Field(3, ge=1, description="Batches that may be in collection or in the queue.")
     tokenizer_name: str | None = Field(
-        None, description="name or folder of the model's tokenizer; default: that of the model the server serves"
+        None, description="Name or folder of the model's tokenizer; default: that of the model the server serves."
     )
-    use_wandb: bool = Field(True, description="log to Weights & Biases, if it is installed")
-    rollout_server_url: Address = Field("http://localhost:8000", description="address of the broker (run-api)")
-    total_steps: int = Field(1000, description="groups that `process` collects")
-    wandb_name: str | None = Field(None, description="name in the broker and in W&B; default: the environment's own")
-    num_rollouts_to_keep: int = Field(32, ge=0, description="groups kept for the rollout table")
-    num_rollouts_per_group_for_logging: int = Field(1, description="rollouts a group in that table; -1: all")
-    ensure_scores_are_not_same: bool = Field(True, description="drop groups whose scores are all equal")
-    data_path_to_save_groups: str | None = Field(None, description="JSON lines file that every group is appended to")
-    data_dir_to_save_evals: str | None = Field(None, description="folder for metrics.json and samples.jsonl")
-    min_items_sent_before_logging: int = Field(2, ge=1, description="groups sent before metrics are logged")
-    include_messages: bool = Field(False, description="send each rollout's messages with its tokens")
-    min_batch_allocation: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="least share of a batch")
-    worker_timeout: float = Field(600, description="time limit of a rollout in seconds; -1: none")
-    thinking_mode: bool = Field(False, description="ask chat providers for reasoning")
+    use_wandb: bool = Field(True, description="Log to Weights & Biases, if it is installed.")
+    rollout_server_url: Address = Field("http://localhost:8000", description="Address of the broker (run-api).")
+    total_steps: int = Field(1000, description="Groups that `process` collects.")
+    wandb_name: str | None = Field(None, description="Name in the broker and in W&B; default: the environment's own.")
+    num_rollouts_to_keep: int = Field(32, ge=0, description="Groups kept for the rollout table.")
+    num_rollouts_per_group_for_logging: int = Field(1, description="Rollouts a group in that table; -1: all.")
+    ensure_scores_are_not_same: bool = Field(True, description="Drop groups whose scores are all equal.")
+    data_path_to_save_groups: str | None = Field(None, description="JSON lines file that every group is appended to.")
+    data_dir_to_save_evals: str | None = Field(None, description="Folder for metrics.json and samples.jsonl.")
+    min_items_sent_before_logging: int = Field(2, ge=1, description="Groups sent before metrics are logged.")
+    include_messages: bool = Field(False, description="Send each rollout's messages with its tokens.")
+    min_batch_allocation: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Least share of a batch."
+    )
+    worker_timeout: float = Field(600, description="Time limit of a rollout in seconds; -1: none.")
+    thinking_mode: bool = Field(False, description="Ask chat providers for reasoning.")
     reasoning_effort: ReasoningEffort | None = Field(
-        None, description="amount of reasoning to request; enables thinking_mode"
+        None, description="Amount of reasoning to request; enables thinking_mode."
     )
     max_reasoning_tokens: Annotated[int, Field(ge=1024, le=32000)] | None = Field(
-        None, description="the same as a number of tokens; reasoning_effort takes precedence"
+        None, description="The same as a number of tokens; reasoning_effort takes precedence."
     )
-    custom_thinking_prompt: str | None = Field(None, description="prompt for reasoning, in environments that read it")
+    custom_thinking_prompt: str | None = Field(None, description="Prompt for reasoning, in environments that read it.")
     # Fields that the original Atropos does not have.
     group_size_schedule: str = Field(
-        "", description="group sizes by trainer step, as 0:8,100:4; from each step on, its size replaces group_size"
+        "", description="Group sizes by trainer step, as 0:8,100:4; from each step on, its size replaces group_size."
     )
     groups_to_keep: int = Field(
         0,
         ge=0,
-        description="newest groups to keep in the file while serving, with their texts; 0: all, as sent",
+        description="Newest groups to keep in the file while serving, with their texts; 0: all, as sent.",
     )
-    tool_parser: str = Field("hermes", description="format of tool calls: hermes, json or a vLLM parser's name")
+    tool_parser: str = Field("hermes", description="Format of tool calls: hermes, json or a vLLM parser's name.")
     server: str | None = Field(
         None,
-        description="in a run file: the environment it is for; others ignore keys that they do not know",
+        description="In a run file: the environment it is for; others ignore keys that they do not know.",
     )
     rollout_server_token: str | None = Field(
-        None, description="bearer token of run-api; default: $ATROPOS_TOKEN", json_schema_extra=SECRET
+        None, description="Bearer token of run-api; default: $ATROPOS_TOKEN.", json_schema_extra=SECRET
     )
     rollout_server_token_file: Path | None = Field(
         None,
-        description="file with that token, read again when it is refused; default: $ATROPOS_TOKEN_FILE",
+        description="File with that token, read again when it is refused; default: $ATROPOS_TOKEN_FILE.",
         json_schema_extra={"aliases": ["token_file"]},
     )
-    eval_at_start: bool = Field(False, description="evaluate before the first group")
-    eval_at_end: bool = Field(False, description="evaluate after the run has finished")
-    rollout_attempts: int = Field(3, ge=1, description="attempts at an item whose rollout fails")
-    max_failures_in_a_row: int = Field(20, ge=1, description="consecutive failed items after which the server exits")
-    wait_timeout: float = Field(600, gt=0, description="seconds to wait for the broker or an inference server")
+    eval_at_start: bool = Field(False, description="Evaluate before the first group.")
+    eval_at_end: bool = Field(False, description="Evaluate after the run has finished.")
+    rollout_attempts: int = Field(3, ge=1, description="Attempts at an item whose rollout fails.")
+    late_members: LateMembers = Field(
+        "wait",
+        description="Late rollouts of a group, where they are collected one by one: wait for them, redraw them, or "
+        "close the group without them.",
+    )
+    late_factor: float = Field(
+        1.5, ge=1, description="Rollouts are late at this multiple of the time that the first least_members took."
+    )
+    least_members: int = Field(
+        0, ge=0, description="Rollouts that a group needs to be closed; 0: three quarters of group_size."
+    )
+    max_failures_in_a_row: int = Field(20, ge=1, description="Consecutive failed items after which the server exits.")
+    wait_timeout: float = Field(600, gt=0, description="Seconds to wait for the broker or an inference server.")
     drain_seconds: float = Field(
-        10, ge=0, description="seconds that rollouts in progress may take to finish after SIGTERM"
+        10, ge=0, description="Seconds that rollouts in progress may take to finish after SIGTERM."
     )
     allow_truncated_sampling: bool = Field(
-        False, description="train on top-p, top-k or penalised samples; their groups are marked"
+        False, description="Train on top-p, top-k or penalised samples; their groups are marked."
     )
 
     allow_estimated_tokens: bool = Field(
         False,
-        description="train on text of server_type openai, tokenised again; groups are marked, without logprobs",
+        description="Train on text of server_type openai, tokenised again; groups are marked, without logprobs.",
     )
-    session_host: str = Field("127.0.0.1", description="address where sessions are served to agents")
-    session_port: int = Field(0, ge=0, le=65535, description="its port; 0: a free one")
-    session_url: Address = Field("", description="URL by which agents reach that address, if it differs for them")
+    session_host: str = Field("127.0.0.1", description="Address where sessions are served to agents.")
+    session_port: int = Field(0, ge=0, le=65535, description="Its port; 0: a free one.")
+    session_url: Address = Field("", description="URL by which agents reach that address, if it differs for them.")
     session_temperature: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="temperature that replaces the agents' in training requests; unset: no replacement"
+        None, description="Temperature that replaces the agents' in training requests; unset: no replacement."
     )
+    log_format: LogForm = "text"
+    metrics_port: MetricsPort = None
+    metrics_host: MetricsHost = "127.0.0.1"
+    otlp_traces_endpoint: TracesEndpoint = None
 
     @field_validator("group_size_schedule")
     @classmethod
     def _is_schedule(cls, text: str) -> str:
         read_schedule(text)
         return text
+
+    @model_validator(mode="after")
+    def _needs_members_it_can_have(self) -> Self:
+        if self.least_members > self.group_size:
+            raise ValueError(f"least_members {self.least_members} is more than group_size {self.group_size}; lower it")
+        return self
+
+    def least_members_of(self, group_size: int) -> int:
+        """Return the number of rollouts that a group of this size needs to be closed."""
+        return min(self.least_members or math.ceil(0.75 * group_size), group_size)
+
+    def check_names(self) -> None:
+        """Raise an `AtroposError` for a name or file in these settings that does not exist: `atropos doctor` asks."""
 
     def group_size_at(self, step: int) -> int:
         """Return the group size at a trainer step, from the schedule if there is one."""
@@ -167,29 +203,34 @@ def read_schedule(text: str) -> list[tuple[int, int]]:
 class ServerBaseline(BaseModel):
     """Base settings: all inference servers share them."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
-    timeout: float = Field(1200, gt=0, description="seconds that one request may take")
-    num_max_requests_at_once: int = Field(512, ge=1, description="training requests in flight on a server")
-    num_requests_for_eval: int = Field(64, ge=1, description="evaluation requests in flight on a server")
-    model_name: str = Field("default", description="name of the model to request")
-    server_type: ServerType = Field("openai", description="kind of server at base_url; training needs vllm or sglang")
-    rolling_buffer_length: int = Field(1000, ge=1, description="requests that timings are averaged over")
+    timeout: float = Field(1200, gt=0, description="Seconds that one request may take.")
+    num_max_requests_at_once: int = Field(512, ge=1, description="Training requests in flight on a server.")
+    num_requests_for_eval: int = Field(64, ge=1, description="Evaluation requests in flight on a server.")
+    model_name: str = Field("default", description="Name of the model to request.")
+    server_type: ServerType = Field("openai", description="Kind of server at base_url; training needs vllm or sglang.")
+    rolling_buffer_length: int = Field(1000, ge=1, description="Requests that timings are averaged over.")
     tokenizer_name: str = Field(
         "none",
-        description="its model's tokenizer, if --env.tokenizer_name is unset; none: the one that the server reports",
+        description="Its model's tokenizer, if --env.tokenizer_name is unset; none: the one that the server reports.",
     )
 
 
 class APIServerConfig(ServerBaseline):
     """Settings of one inference server: each is set with `--openai.<field>`."""
 
-    api_key: str = Field("", description="bearer token of the server", json_schema_extra=SECRET)
+    api_key: str = Field("", description="Bearer token of the server.", json_schema_extra=SECRET)
     base_url: Address = Field(
-        "http://localhost:9001/v1", description="its address; /generate is requested without the /v1"
+        "http://localhost:9001/v1", description="Its address; /generate is requested without the /v1."
     )
-    n_kwarg_is_ignored: bool = Field(False, description="the provider ignores n and returns one choice")
-    health_check: bool = Field(True, description="wait for a server that does not answer instead of failing")
+    policy: str = Field(
+        "",
+        max_length=200,
+        description="Policy whose servers are requested, as they are registered with the broker, in place of base_url.",
+    )
+    n_kwarg_is_ignored: bool = Field(False, description="The provider ignores n and returns one choice.")
+    health_check: bool = Field(True, description="Wait for a server that does not answer instead of failing.")
 
     @property
     def root_url(self) -> str:

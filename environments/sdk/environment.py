@@ -21,21 +21,23 @@ import anyio
 
 from atropos_api.common.files import write_whole
 from atropos_api.common.secrets import public_settings
+from atropos_api.common.tracing import NO_TRACING
 from environments.rewards.gold_check import GoldItem
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, SessionSettings, as_server_list
 from environments.sdk.errors import EnvironmentsError, TokenizerUnavailable
 from environments.sdk.groups import Item, ScoredDataGroup, ScoredDataItem, group_items
 from environments.sdk.inference.sampling import Reasoning
+from environments.sdk.members import MemberRule, Members
 from environments.sdk.reporting import (
     DroppedGroups,
     EvaluationResult,
     ResultFolders,
-    RolloutMetrics,
     WandbTracker,
     format_metrics,
     rollout_table,
     run_name,
 )
+from environments.sdk.rollout_metrics import RolloutMetrics
 from environments.sdk.server_manager import ServerManager
 from environments.sdk.session.tokens_and_masks import NOT_TRAINED, current_sample_log
 from environments.sdk.tokenizer import load_tokenizer
@@ -100,6 +102,9 @@ class Scheduler(Protocol):
     async def admit(self) -> None:
         """Start rollouts until there is no room or no item, or something else is due."""
 
+    def log_fields(self) -> dict[str, str | int | None]:
+        """Return run, step and policy version, which log records tell."""
+
 
 class Environment(ABC):
     """The environment as the runtime sees it: it holds what users override and use, and nothing about how it is run.
@@ -152,8 +157,10 @@ class Environment(ABC):
         self.delivery: GroupSink | None = None
         self.worker: Scheduler | None = None
         self.evaluation_step: int | None = None
+        self.last_evaluation: EvaluationResult | None = None
         self._results = ResultFolders()
         self.tracker: WandbTracker | None = None
+        self.tracing = NO_TRACING
 
     # What an environment overrides.
 
@@ -177,6 +184,14 @@ class Environment(ABC):
     async def get_next_item(self) -> Item:
         """Return the next item to try; None when there is none for now (`serve`) or no more (`process`)."""
 
+    async def item_at(self, number: int) -> Item:
+        """Return item `number`, the same whenever it is asked for; None if there is none.
+
+        Override it if your items have an order: the broker then leases their numbers, from 0 in each run, so that each
+        is used once whatever is killed or restarted. `get_next_item` is left for `process`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no item_at")
+
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
         """Return one scored attempt at `item`, and items to try next. Override this or `collect_trajectories`."""
         raise NotImplementedError(f"{type(self).__name__} needs collect_trajectories or collect_trajectory")
@@ -184,16 +199,13 @@ class Environment(ABC):
     async def collect_trajectories(
         self, item: Item
     ) -> tuple[ScoredDataGroup | Sequence[ScoredDataGroup | None] | Any | None, list[Item]]:
-        """Return a group of scored attempts at `item`, by default `group_size` single ones, and items to try next."""
-        results: list[tuple[ScoredDataItem | None, list[Item]] | None] = [None] * self.config.group_size
+        """Return a group of scored attempts at `item`, by default `group_size` single ones, and items to try next.
 
-        async def collect(index: int) -> None:
-            results[index] = await self.collect_trajectory(item)
-
-        async with anyio.create_task_group() as attempts:
-            for index in range(self.config.group_size):
-                attempts.start_soon(collect, index)
-        done = [result for result in results if result is not None]
+        With `--env.late_members close` it may hold fewer attempts, but no fewer than `least_members`.
+        """
+        rule = MemberRule.from_config(self.config)
+        members = Members(lambda: self.collect_trajectory(item), rule, self.metrics, item=item)
+        done = await members.collect()
         backlog = [later for _, more in done for later in more]
         items = [attempt for attempt, _ in done if attempt is not None]
         return (group_items(items) if items else None), backlog
@@ -330,6 +342,21 @@ class Environment(ABC):
         return load_tokenizer(name)
 
     @property
+    def server_managers(self) -> list[ServerManager]:
+        """All inference servers that the environment asks: the policy's, and a teacher's if it has one."""
+        return [self.server]
+
+    @property
+    def numbers_items(self) -> bool:
+        """True if the environment has an `item_at`."""
+        return type(self).item_at is not Environment.item_at
+
+    @property
+    def item_count(self) -> int | None:
+        """The number of items in all, for environments with an `item_at`; None: numbers never end."""
+        return None
+
+    @property
     def can_evaluate(self) -> bool:
         """True if the environment has an `evaluate`."""
         return type(self).evaluate is not Environment.evaluate
@@ -356,13 +383,14 @@ class Environment(ABC):
         result = EvaluationResult(
             metrics=metrics,
             task_name=task_name or f"{self.registered_name}_eval",
-            model_name=model_name or self.server.servers[0].config.model_name,
+            model_name=model_name or self.server.config.model_name,
             seconds=finished - (finished if start_time is None else start_time),
             generation_parameters={"max_new_tokens": self.config.max_token_length, **(generation_parameters or {})},
             samples=samples or (),
             step=self.evaluation_step,
             versions=frozenset(sample_log.versions) if sample_log is not None else frozenset(),
         )
+        self.last_evaluation = result
         if verbose:
             when = "" if self.evaluation_step is None else f" at step {self.evaluation_step}"
             logger.info("evaluation%s: %s", when, format_metrics(result.all_metrics()))
@@ -383,7 +411,9 @@ class Environment(ABC):
         """Count a group that is being sent."""
         self.metrics.sent += 1
         self.dropped_groups.count_sent()
-        self.completion_lengths.extend(len(mask) - mask.count(NOT_TRAINED) for mask in group.masks)
+        lengths = [len(mask) - mask.count(NOT_TRAINED) for mask in group.masks]
+        self.completion_lengths.extend(lengths)
+        self.metrics.totals.sampled_tokens += sum(lengths)
 
     def set_teacher(self, server_configs: ServerBaseline | APIServerConfig | list[APIServerConfig]) -> None:
         """Set the teacher's servers; for environments that have a teacher."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import islice
@@ -22,7 +21,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from atropos_api.common.errors import AtroposError
-from atropos_api.common.files import free_path, write_whole
+from atropos_api.common.files import RecentLines, free_path, write_whole
 from atropos_api.wire.groups import Group
 
 UNLIMITED_STEPS = 1_000_000_000
@@ -125,12 +124,10 @@ class RecentGroups:
         self, path: Path, keep: int, *, clock: Callable[[], float] = time.monotonic, most_bytes: int = MOST_BYTES
     ) -> None:
         self.path = path
-        self._keep = keep
         self._clock = clock
-        self._most_bytes = most_bytes
+        self._lines = RecentLines(path, keep=keep, most_bytes=most_bytes)
         self._due_at = float("-inf")
-        self._lines = self._bytes = 0
-        self._file: BinaryIO | None = None
+        self._is_open = False
 
     def offer(self, group: Group, chats: Callable[[], Chats]) -> None:
         """Write the group and its chats if enough time has passed since the last write; the line is flushed."""
@@ -138,46 +135,25 @@ class RecentGroups:
         if started < self._due_at:
             return
         try:
-            self._append(msgspec.structs.replace(group, messages=group.messages or chats()))
+            self._lines.append(msgspec.json.encode(msgspec.structs.replace(group, messages=group.messages or chats())))
         except OSError as error:
             logger.warning("%s: no more groups are saved to it (%s)", self.path, error.strerror)
             self._due_at = float("inf")
             return
+        self._is_open = True
         ended = self._clock()
         self._due_at = max(started + LEAST_INTERVAL_SECONDS, ended + (ended - started) / MOST_SHARE_OF_TIME)
 
     def close(self) -> None:
         """Close the file and trim it to the newest groups; the next group opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-            try:
-                self._trim()
-            except OSError as error:
-                logger.warning("%s: the oldest groups could not be removed from it (%s)", self.path, error.strerror)
-
-    def _append(self, group: Group) -> None:
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._trim()
-            self._file = self.path.open("ab")
-        line = msgspec.json.encode(group) + b"\n"
-        self._file.write(line)
-        self._file.flush()
-        self._lines, self._bytes = self._lines + 1, self._bytes + len(line)
-        if self._lines >= 2 * self._keep or self._bytes >= 2 * self._most_bytes:
-            self.close()
-
-    def _trim(self) -> None:
-        """Trim the file to the newest complete lines; a killed writer may have left part of a line at its end."""
-        if not self.path.exists():
+        if not self._is_open:
             return
-        with self.path.open("rb") as file:
-            newest = deque((line for line in file if line.endswith(b"\n")), maxlen=self._keep)
-        while len(newest) > 1 and sum(map(len, newest)) > self._most_bytes:
-            newest.popleft()
-        write_whole(self.path, b"".join(newest))
-        self._lines, self._bytes = len(newest), sum(map(len, newest))
+        self._is_open = False
+        self._lines.close()
+        try:
+            self._lines.trim()
+        except OSError as error:
+            logger.warning("%s: the oldest groups could not be removed from it (%s)", self.path, error.strerror)
 
 
 class GroupFile:

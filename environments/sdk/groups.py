@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, cast
 
-from atropos_api.wire.groups import Group, Span
+from atropos_api.wire.groups import ABSENT, OPTIONAL_PER_SEQUENCE, Group, Span
+from environments.sdk.config import BaseEnvConfig
 from environments.sdk.reporting import EQUAL_SCORES, GROUP_SIZE, TOO_LONG, Rejection
-from environments.sdk.session.tokens_and_masks import ESTIMATED, SampleLog, SequenceNode
+from environments.sdk.session.tokens_and_masks import ESTIMATED, NO_LOGPROB, NOT_TRAINED, SampleLog, SequenceNode
 
 Item = Any
 """The type of what `get_next_item` returns: anything that the environment understands."""
@@ -68,18 +69,26 @@ class ScoredDataGroup(TypedDict, total=False):
     distill_logprobs: list[list[list[float]]] | None
 
 
-PER_SEQUENCE_KEYS = (
-    "inference_logprobs",
-    "policy_versions",
-    "advantages",
-    "ref_logprobs",
-    "messages",
-    "overrides",
-    "images",
-    "distill_token_ids",
-    "distill_logprobs",
-)
-"""The optional keys that have one entry per rollout."""
+ABSENT_ROWS: Mapping[str, Any] = {
+    "inference_logprobs": [NO_LOGPROB],
+    "policy_versions": [],
+    "advantages": [0.0],
+    "ref_logprobs": [0.0],
+    "messages": [],
+    "distill_token_ids": [[]],
+    "distill_logprobs": [[]],
+    "images": None,
+}
+"""The entries of an absent member, whose row is one token."""
+
+
+def _all_members(size: int) -> int:
+    return size
+
+
+def _own_size(group: Group) -> int | None:
+    size: int | None = (group.group_overrides or {}).get("group_size")
+    return size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +101,23 @@ class GroupRules:
     scheduled_sizes: frozenset[int] = frozenset()
     """All sizes that the schedule gives `group_size`: a group may have been started under another one than the current.
     """
+    least_members_of: Callable[[int], int] = _all_members
+    """Returns the number of rollouts that a group of a size needs; the others may be absent."""
+
+    @classmethod
+    def from_config(cls, config: BaseEnvConfig, *, max_token_length: int) -> GroupRules:
+        return cls(
+            group_size=config.group_size,
+            max_token_length=max_token_length,
+            ensure_scores_are_not_same=config.ensure_scores_are_not_same,
+            scheduled_sizes=config.scheduled_sizes,
+            least_members_of=config.least_members_of if config.late_members == "close" else _all_members,
+        )
 
     def rejection(self, group: Group) -> Rejection | None:
         """Return the reason why a group is not sent, or None when it may be sent."""
-        overridden = (group.group_overrides or {}).get("group_size")
-        expected = self.group_size if overridden is None else overridden
-        allowed = self.scheduled_sizes if overridden is None else ()
-        if len(group.tokens) != expected and len(group.tokens) not in allowed:
+        if self.full_size(group) is None:
+            expected = _own_size(group) or self.group_size
             return Rejection(GROUP_SIZE, f"{len(group.tokens)} rollouts where {expected} were expected")
         if self.ensure_scores_are_not_same and len(set(group.scores)) == 1:
             return Rejection(EQUAL_SCORES, f"every score is {group.scores[0]:g}")
@@ -108,6 +127,35 @@ class GroupRules:
                 TOO_LONG, f"a rollout has {longest} tokens where the trainer takes fewer than {self.max_token_length}"
             )
         return None
+
+    def full_size(self, group: Group) -> int | None:
+        """Return the size of a group with its absent members; None if it has too few rollouts, or too many."""
+        own, count = _own_size(group), len(group.tokens)
+        sizes = self.scheduled_sizes | {self.group_size} if own is None else {own}
+        fitting = [size for size in sizes if (size if own else self.least_members_of(size)) <= count <= size]
+        return min(fitting, default=None)
+
+
+def fill_absent(group: Group, size: int) -> int:
+    """Add rows for absent members until the group has `size` rows, and return their number.
+
+    Such a row is one masked token with the override `absent`: our trainer leaves it out before anything is computed.
+    Its score is the mean of the others, so that the baseline is theirs for a trainer that does not know it, too.
+    """
+    present = len(group.tokens)
+    missing = size - present
+    if missing <= 0:
+        return 0
+    mean = sum(group.scores) / present
+    group.overrides = [*(group.overrides or [None] * present), *({ABSENT: True} for _ in range(missing))]
+    group.tokens = [*group.tokens, *([group.tokens[0][0]] for _ in range(missing))]
+    group.masks = [*group.masks, *([NOT_TRAINED] for _ in range(missing))]
+    group.scores = [*group.scores, *(mean for _ in range(missing))]
+    for key, row in ABSENT_ROWS.items():
+        values = getattr(group, key)
+        if isinstance(values, list):
+            setattr(group, key, [*values, *(row for _ in range(missing))])
+    return missing
 
 
 def scored_group(
@@ -144,7 +192,7 @@ def scored_item(node: SequenceNode, score: float, *, messages: list[Message] | N
 def group_items(items: Sequence[ScoredDataItem]) -> ScoredDataGroup:
     """Combine rollouts that were collected one by one into a group."""
     group: dict[str, Any] = {key: [item[key] for item in items] for key in ("tokens", "masks", "scores")}
-    for key in PER_SEQUENCE_KEYS:
+    for key in OPTIONAL_PER_SEQUENCE:
         values = [item.get(key) for item in items]
         if any(value is not None for value in values):
             group[key] = values
@@ -161,7 +209,7 @@ def group_items(items: Sequence[ScoredDataItem]) -> ScoredDataGroup:
 def to_wire(raw: Mapping[str, Any], sample_log: SampleLog) -> Group:
     """Convert a group to the wire type; what the environment left out is taken from the sequences it sampled."""
     tokens = raw["tokens"]
-    fields = {key: _per_sequence(raw, key, len(tokens)) for key in PER_SEQUENCE_KEYS}
+    fields = {key: _per_sequence(raw, key, len(tokens)) for key in OPTIONAL_PER_SEQUENCE}
     if fields["advantages"] is not None:
         fields["advantages"] = [_per_token(*pair) for pair in zip(fields["advantages"], tokens, strict=True)]
     group = Group(

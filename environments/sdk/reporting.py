@@ -1,10 +1,10 @@
-"""Reports of an environment server: rollout metrics, Weights & Biases, evaluation results and dropped groups.
+"""Reports of an environment server: Weights & Biases, evaluation results and dropped groups.
 
-`RolloutMetrics` is summed up at each trainer step, `WandbTracker` logs to Weights & Biases if it is wanted and
-installed, and `EvaluationResult` is written to `metrics.json` and `samples.jsonl` with the policy versions it belongs
-to. `DroppedGroups` counts by reason the groups that were collected and not sent, logs them with an example and reports
-them to the broker: otherwise a reward that is always the same, a task that is too hard and a limit that is too small
-all look alike from outside: nothing is ever trained, and no message says why.
+`WandbTracker` logs to Weights & Biases if it is wanted and installed, and `EvaluationResult` is written to
+`metrics.json` and `samples.jsonl` with the policy versions it belongs to. `DroppedGroups` counts by reason the groups
+that were collected and not sent, logs them with an example and reports them to the broker: otherwise a reward that is
+always the same, a task that is too hard and a limit that is too small all look alike from outside: nothing is ever
+trained, and no message says why.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import random
 import string
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,56 +27,6 @@ from atropos_api.common.files import free_path, write_whole
 from atropos_api.wire.groups import Group
 from atropos_api.wire.messages import DropReport
 from environments.sdk.session.tokens_and_masks import NOT_TRAINED
-
-KEPT_TIMINGS = 1000
-
-
-@dataclass(slots=True)
-class RolloutMetrics:
-    """Counters since the last summary: timings keep the latest thousand, so memory is bounded."""
-
-    sent: int = 0
-    rejected: int = 0
-    failed: int = 0
-    retried: int = 0
-    seconds_succeeded: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMINGS))
-    seconds_failed: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMINGS))
-
-    def summary(self, lengths: Sequence[int], max_token_length: int) -> dict[str, float]:
-        """Return the metrics by the original Atropos' names, with statistics of the trained tokens, and reset the
-        counters.
-        """
-        metrics: dict[str, float] = {
-            "train/items_sent_to_api": self.sent,
-            "train/items_rejected": self.rejected,
-            "train/items_failed": self.failed,
-            "train/items_retried": self.retried,
-            **_spread("train_perf/succeeded_task_duration", self.seconds_succeeded),
-            **_spread("train_perf/failed_task_duration", self.seconds_failed),
-            **_spread("train_perf/task_duration", [*self.seconds_succeeded, *self.seconds_failed]),
-        }
-        if lengths:
-            spread = _spread("train/completion_lengths", lengths)
-            metrics["train/completion_lengths"] = spread.pop("train/completion_lengths_mean")
-            metrics |= spread
-            near_limit = sum(length > 0.95 * max_token_length for length in lengths)
-            metrics["train/completion_lengths_p95"] = near_limit / len(lengths)
-        self.sent = self.rejected = self.failed = self.retried = 0
-        return metrics
-
-
-def _spread(name: str, values: Sequence[float] | deque[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    mean = sum(values) / len(values)
-    deviation = (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
-    return {
-        f"{name}_mean": mean,
-        f"{name}_std": deviation,
-        f"{name}_max": float(max(values)),
-        f"{name}_min": float(min(values)),
-    }
-
 
 logger = logging.getLogger(__name__)
 
@@ -272,7 +221,7 @@ class DroppedGroups:
 
     @property
     def counts(self) -> dict[str, int]:
-        return {reason: kind.count for reason, kind in self._kinds.items()}
+        return {reason: kind.count for reason, kind in list(self._kinds.items())}
 
     def count_sent(self) -> None:
         self.sent += 1
@@ -286,7 +235,7 @@ class DroppedGroups:
             rejection = Rejection(EQUAL_SCORES, "the scores within each group are equal")
         kind.count += count
         kind.why, kind.example = rejection.why, example or kind.example
-        self.changed.ring()
+        self.changed.notify()
         now = self._clock()
         if self.total == count:
             self._first_at = now

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from atropos_api.common.cliconfig import ConfigError
 from environments.sdk.config import APIServerConfig, SessionSettings
 from environments.sdk.inference.http_transport import Transport
 from environments.sdk.inference.other_servers import SglangServer, TrlServer
 from environments.sdk.inference.pool import ServerPool, StickyServer
+from environments.sdk.inference.registered import RegisteredServers
 from environments.sdk.inference.sampling import Reasoning, Sampling, Split
 from environments.sdk.inference.server import HttpServer, OpenAIServer, ServedPolicy
 from environments.sdk.inference.vllm import VllmServer
+from environments.sdk.progress import note_sequences_done
 from environments.sdk.session.openai_types import ChatCompletion, Completion, read_openai_chat, read_openai_completion
 from environments.sdk.session.prefix_matching import DriftLog
 from environments.sdk.session.session import ManagedSession, TextSession
@@ -33,6 +36,21 @@ SERVER_KINDS: Mapping[str, type[HttpServer]] = {
 }
 
 MAX_N_COMPLETIONS = 8
+
+
+def _registered(
+    configs: Sequence[APIServerConfig], make: Callable[[APIServerConfig], HttpServer]
+) -> RegisteredServers | None:
+    """Return the registered servers of the policy that the settings name; None if they name servers."""
+    named = [config for config in configs if config.policy]
+    if not named:
+        return None
+    if len(configs) > 1:
+        raise ConfigError(
+            f"openai.policy {named[0].policy}: {len(configs)} servers are listed, and this one stands for all that are "
+            "registered; leave the others out"
+        )
+    return RegisteredServers(named[0], make)
 
 
 class ServerManager:
@@ -54,19 +72,22 @@ class ServerManager:
         sessions: SessionSettings | None = None,
         transport: Transport | None = None,
     ) -> None:
-        servers = [
-            SERVER_KINDS[config.server_type](config, wait_timeout_seconds=wait_timeout_seconds, transport=transport)
-            for config in configs
-        ]
-        for server in servers:
-            server.reasoning = reasoning or Reasoning()
-            server.load_tokenizer = load_tokenizer
-            if isinstance(server, TrlServer):
-                server.decode = lambda tokens: self._codec().decode(tokens)
+        self._wait_timeout_seconds = wait_timeout_seconds
+        self._reasoning = reasoning or Reasoning()
+        self._transport = transport
+        self._policy: ServedPolicy | None = None
+        self._share: float | None = None
+        self._load_tokenizer = load_tokenizer
         self.tool_parser = tool_parser
         self.drift = DriftLog()
-        self.pool = ServerPool(servers, max_n_completions=max_n_completions, wait_timeout_seconds=wait_timeout_seconds)
-        self._load_tokenizer = load_tokenizer
+        self.registered = _registered(configs, self._make_server)
+        """The servers as they are registered at the broker, if they are not named."""
+        self.pool = ServerPool(
+            list(map(self._make_server, configs)) if self.registered is None else self.registered.servers,
+            max_n_completions=max_n_completions,
+            wait_timeout_seconds=wait_timeout_seconds,
+            registered=self.registered,
+        )
         self._allow_truncated = allow_truncated_sampling
         self.allow_estimated_tokens = allow_estimated_tokens
         self._sessions = sessions or SessionSettings()
@@ -77,7 +98,14 @@ class ServerManager:
     @property
     def config(self) -> APIServerConfig:
         """The config of the first server, which is the only server of a `dedicated_server`."""
-        return self.servers[0].config
+        return self.configs[0]
+
+    @property
+    def configs(self) -> list[APIServerConfig]:
+        """The config of each server, or the one that all registered servers share."""
+        if self.registered is not None:
+            return [self.registered.template]
+        return [server.config for server in self.servers]
 
     @property
     def servers(self) -> list[HttpServer]:
@@ -102,10 +130,11 @@ class ServerManager:
         session = self.open_session(tokenizer, base_url=base_url, tool_call_parser=tool_call_parser, **options)
         if not use_proxy:
             yield session
-            return
-        proxy = await self._started_proxy()
-        with proxy.serve(session):
-            yield session
+        else:
+            proxy = await self._started_proxy()
+            with proxy.serve(session):
+                yield session
+        note_sequences_done(len(session.nodes))
 
     def open_session(self, tokenizer: Any = None, *, base_url: str | None = None, **options: Any) -> ManagedSession:
         """Open a session that nothing closes; for a server that returns only text the tokens are estimated."""
@@ -121,7 +150,8 @@ class ServerManager:
     async def dedicated_server(self) -> AsyncIterator[ServerManager]:
         """Yield a copy of this manager with one server only, for calls that must all go to the same one."""
         manager = copy.copy(self)
-        manager.pool = self.pool.single()
+        manager.pool = await self.pool.single()
+        manager.registered = None
         yield manager
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
@@ -148,6 +178,7 @@ class ServerManager:
 
     async def tokenizer_name(self) -> tuple[str, str] | None:
         """Return address and tokenizer of the first server that reports one; waits for unavailable servers."""
+        await self.pool.wait_for_server()
         for server in self.servers:
             named = server.config.tokenizer_name
             name = await server.tokenizer_name() if named == "none" else named
@@ -157,12 +188,13 @@ class ServerManager:
 
     def follow(self, policy_name: str | None, version: int | None) -> None:
         """Request the model of this name from now on; None: the model that each server's settings name."""
-        policy = None if policy_name is None else ServedPolicy(policy_name, version)
+        self._policy = None if policy_name is None else ServedPolicy(policy_name, version)
         for server in self.servers:
-            server.policy = policy
+            server.policy = self._policy
 
     def update_weight(self, weight: float) -> None:
         """Limit each server to this share of the training requests that it may have in flight."""
+        self._share = weight
         for server in self.servers:
             server.channel.limits["train"].set_share(weight)
 
@@ -190,6 +222,20 @@ class ServerManager:
             await self._proxy.aclose()
         for server in self.servers:
             await server.aclose()
+        if self.registered is not None:
+            await self.registered.aclose()
+
+    def _make_server(self, config: APIServerConfig) -> HttpServer:
+        kind = SERVER_KINDS[config.server_type]
+        server = kind(config, wait_timeout_seconds=self._wait_timeout_seconds, transport=self._transport)
+        server.reasoning = self._reasoning
+        server.load_tokenizer = self._load_tokenizer
+        server.policy = self._policy
+        if self._share is not None:
+            server.channel.limits["train"].set_share(self._share)
+        if isinstance(server, TrlServer):
+            server.decode = lambda tokens: self._codec().decode(tokens)
+        return server
 
     async def _chat(self, server: StickyServer, kwargs: dict[str, Any]) -> ChatCompletion:
         if server.config.server_type != "openai":

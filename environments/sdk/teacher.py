@@ -35,9 +35,9 @@ class TeacherMissing(EnvironmentsError, ValueError):
 class TeacherFields(BaseModel):
     """Settings of a teacher: they are added to those of an environment."""
 
-    teacher_enabled: bool = Field(False, description="ask the teacher for logprobs of every group")
+    teacher_enabled: bool = Field(False, description="Ask the teacher for logprobs of every group.")
     teacher_top_k: int = Field(
-        0, ge=-1, description="most likely tokens to keep at each position; 0: only the given token"
+        0, ge=-1, description="Most likely tokens to keep at each position; 0: only the given token."
     )
 
 
@@ -74,19 +74,23 @@ class TeacherMixin(BaseEnv):
             wait_timeout_seconds=self.config.wait_timeout,
         )
 
+    @property
+    def server_managers(self) -> list[ServerManager]:
+        return [*super().server_managers, *([self.teacher_server] if self.config.teacher_enabled else [])]
+
     async def check_servers(self) -> None:
         """Raise if the teacher is enabled without an address, or has another vocabulary."""
         await super().check_servers()
         if not self.config.teacher_enabled:
             return
-        for server in self.teacher_server.servers:
-            if not server.config.base_url:
+        for config in self.teacher_server.configs:
+            if not (config.base_url or config.policy):
                 raise TeacherMissing(
                     "teacher_enabled is true, but no teacher server configuration was provided; name one with "
                     "--teacher.base_url (under atropos-grpo-run --teacher.model_name starts one), or set "
                     "--env.teacher_enabled false"
                 )
-            await self._compare_tokenizers(server.config.tokenizer_name)
+            await self._compare_tokenizers(config.tokenizer_name)
 
     async def _compare_tokenizers(self, name: str) -> None:
         """Compare vocabularies if the teacher's tokenizer is named; otherwise its server is compared at the first

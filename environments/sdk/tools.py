@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from environments.sdk.errors import ToolParserUnknown
 
 
-class Named(Mapping[str, Any]):
+class CallObject(Mapping[str, Any]):
     """Base class of call objects: fields are read as attributes, like OpenAI's objects, or by name, like JSON."""
 
     __slots__ = ()
@@ -34,7 +34,7 @@ class Named(Mapping[str, Any]):
 
 
 @dataclass(slots=True)
-class FunctionCall(Named):
+class FunctionCall(CallObject):
     """A function's name and its arguments: the arguments are JSON text, as in OpenAI's objects."""
 
     name: str
@@ -42,7 +42,7 @@ class FunctionCall(Named):
 
 
 @dataclass(slots=True)
-class ToolCall(Named):
+class ToolCall(CallObject):
     """One tool call: its result refers to it by `id`."""
 
     function: FunctionCall

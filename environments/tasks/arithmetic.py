@@ -66,7 +66,7 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Whether the problem is kept for evaluation: one in ten, decided by its numbers alone."""
+        """True if the problem is kept for evaluation: one in ten, decided by its numbers alone."""
         numbers = ",".join([self.task, str(self.steps[0].left), *(f"{s.operator}{s.right}" for s in self.steps)])
         return int(md5(numbers.encode(), usedforsecurity=False).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
 

@@ -8,6 +8,7 @@ prompt that is text, or a chat with or without a system prompt; the assistant's 
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,17 +16,18 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from environments.tasks.data import (
+from environments.tasks.data import Question, read_cell
+from environments.tasks.records import (
     DataUnusable,
-    Question,
     Split,
     files_of_split,
     load_records,
     open_parquet,
     parse_line,
-    read_cell,
     read_records,
 )
+
+logger = logging.getLogger(__name__)
 
 PROMPTS = ("prompt", "messages", "conversation", "question", "problem", "instruction")
 """Columns in which a prompt is looked for, in this order."""
@@ -61,22 +63,35 @@ class Row(Question):
         return messages
 
 
+class PromptEmpty(DataUnusable):
+    """A row has a column for the prompt and nothing in it."""
+
+
 def load_rows(source: str | Path, split: Split, *, prompt_column: str | None = None) -> list[Question]:
     """Return all rows of `source` in its order: a path, or the name of a Hugging Face data set."""
     rows: list[Question] = []
+    empty = 0
     for where, records in load_records(source, split, columns=lambda _: None):
-        rows += [make_row(record, f"{where}{number}", prompt_column) for number, record in records]
+        for number, record in records:
+            try:
+                rows.append(make_row(record, f"{where}{number}", prompt_column))
+            except PromptEmpty:
+                empty += 1
     if not rows:
-        raise DataUnusable(f"{source}: it has no row; each line or row needs a prompt")
+        raise DataUnusable(f"{source}: it has no row with a prompt; each line or row needs one ({empty} are empty)")
+    if empty:
+        logger.warning("%s: %d rows whose prompt is empty are left out", source, empty)
     return rows
 
 
 def make_row(record: Any, where: str, prompt_column: str | None = None) -> Row:
-    """Convert one record; raise `DataUnusable`, with its place, if it has no prompt."""
+    """Convert one record; raise `DataUnusable`, with its place, if it has no prompt, `PromptEmpty` if that is empty."""
     if not isinstance(record, Mapping):
         raise DataUnusable(f"{where}: a row is an object with columns, not {str(record)[:80]!r}")
     names = (prompt_column,) if prompt_column else PROMPTS
-    column = next((name for name in names if record.get(name)), None)
+    column = next((name for name in names if not _is_blank(record.get(name))), None)
+    if column is None and (blank := next((name for name in names if name in record), None)):
+        raise PromptEmpty(f"{where}: its prompt under {blank} is empty; fill it in, or leave the row out")
     if column is None:
         raise DataUnusable(
             f"{where}: it has no prompt under {', '.join(names)}; its columns are {', '.join(map(str, record))}. "
@@ -94,7 +109,14 @@ def make_row(record: Any, where: str, prompt_column: str | None = None) -> Row:
         messages = messages[:-1]
     if not messages:
         raise DataUnusable(f"{where}, column {column}: the chat has nothing to answer before the assistant's message")
+    if _is_blank(messages[-1]["content"]):
+        raise PromptEmpty(f"{where}, column {column}: the message to answer is empty; fill it in, or leave the row out")
     return Row(str(messages[-1]["content"]), reference or reply, tuple(messages), columns, reply)
+
+
+def _is_blank(value: Any) -> bool:
+    """Return True for no value, a text without a visible character, and a list without an entry."""
+    return not (value.strip() if isinstance(value, str) else value)
 
 
 def _read_chat(value: Any, where: str) -> list[Mapping[str, Any]]:

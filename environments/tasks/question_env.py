@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 import anyio
 from pydantic import Field
 
+from atropos_api.common import metric_names as names
 from atropos_api.common.concurrency import run_blocking
 from atropos_api.common.errors import AtroposError
 from environments.rewards.gold_check import GoldItem
@@ -27,7 +28,7 @@ from environments.rewards.math import reference
 from environments.rewards.protocol import GoldUnparsable
 from environments.sdk import BaseEnv, BaseEnvConfig, ItemDropped, ScoredDataGroup, SequenceNode
 from environments.sdk.session.tokens_and_masks import current_split
-from environments.tasks.data import DataFields, Draws, Question
+from environments.tasks.data import DataFields, Question, ShuffledEpochs
 
 SHIPPED = Path(__file__).resolve().parent.parent / "prompts"
 PLACE = "{question}"
@@ -76,8 +77,8 @@ class QuestionTooLong(ItemDropped):
 class QuestionEnvConfig(DataFields, BaseEnvConfig):
     """The settings of an environment with questions: their source and their evaluation."""
 
-    eval_problems: int = Field(0, ge=0, description="questions in an evaluation; 0: all there are")
-    eval_temperature: float = Field(0.0, ge=0, description="temperature of evaluations; 0: greedy")
+    eval_problems: int = Field(0, ge=0, description="Questions in an evaluation; 0: all there are.")
+    eval_temperature: float = Field(0.0, ge=0, description="Temperature of evaluations; 0: greedy.")
 
 
 class QuestionEnv(BaseEnv):
@@ -92,12 +93,12 @@ class QuestionEnv(BaseEnv):
         if not self.evaluation_only:
             load = partial(self.config.training_questions, hold_out=self._will_evaluate())
             questions = await run_blocking(load, about="the training questions")
-            self.training = Draws(questions, self.config.seed)
+            self.training = ShuffledEpochs(questions, self.config.seed)
         if self.evaluation_only or self._will_evaluate():
             self.held_out = await run_blocking(self.load_held_out, about="the evaluation questions")
 
     def load_held_out(self) -> Sequence[Question]:
-        questions = self.config.evaluation_questions()
+        questions = self.config.evaluation_questions(trains=not self.evaluation_only)
         return questions[: self.config.eval_problems] if self.config.eval_problems else questions
 
     @abstractmethod
@@ -120,6 +121,9 @@ class QuestionEnv(BaseEnv):
     async def collect(self, question: Question) -> ScoredDataGroup:
         """Sample `group_size` answers to a question and score them."""
 
+    async def item_at(self, number: int) -> Question:
+        return self.training[number]
+
     async def get_next_item(self) -> Question:
         self.items_taken += 1
         return self.training[self.items_taken - 1]
@@ -135,11 +139,11 @@ class QuestionEnv(BaseEnv):
         """Return the metrics of all samples. `percent_correct` is a share from 0 to 1 too: the name is Atropos'."""
         accuracy = mean(sample["answer_reward"] for sample in samples)
         return {
-            "eval/accuracy": accuracy,
-            "eval/percent_correct": accuracy,
-            "eval/format_reward": mean(sample["format_reward"] for sample in samples),
-            "eval/answer_reward": accuracy,
-            "eval/length_mean": mean(sample["tokens"] for sample in samples),
+            names.EVAL_ACCURACY: accuracy,
+            names.EVAL_PERCENT_CORRECT: accuracy,
+            names.EVAL_FORMAT_REWARD: mean(sample["format_reward"] for sample in samples),
+            names.EVAL_ANSWER_REWARD: accuracy,
+            names.EVAL_LENGTH_MEAN: mean(sample["tokens"] for sample in samples),
         }
 
     async def evaluate(self, *_: Any, **__: Any) -> None:

@@ -1,7 +1,7 @@
-"""Prints a reference page from the code: `python -m example_trainer.commands.generate_docs cli` (metrics, memory).
+"""Prints a reference page from the code: `python -m example_trainer.commands.generate_docs cli`.
 
-It prints the whole page; docs/reference holds the last printed one, and a test compares the two. The text on each
-option and each metric comes from its own declaration.
+The other pages are metrics, prometheus and memory. It prints the whole page; docs/reference holds the last printed one,
+and a test compares the two. The text on each option and each metric comes from its own declaration.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from pydantic import BaseModel
 from atropos_api.common import metric_names
 from atropos_api.common.cliconfig import ConfigError, nearest, run_cli
 from atropos_api.common.option_flags import cell, list_options, option_table
+from atropos_api.common.prometheus import table
 from example_trainer.cli import TrainerCommand
 from example_trainer.commands.memory import memory_page
 from example_trainer.config import TrainingConfig
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig
+from example_trainer.monitoring import prometheus
 from example_trainer.monitoring.health import limit_table, sign_table
 from example_trainer.options.presets import ENVIRONMENT_OPTIONS, PRESETS, Preset
+from example_trainer.serving import metrics as serving_metrics
 from example_trainer.serving.config import ServerConfig
 
 CLI_INTRODUCTION = """\
@@ -40,8 +43,9 @@ exit code 2 and one line on standard error that names the value, and for a missp
 LAUNCHER_INTRODUCTION = """\
 All of the trainer's options (`--weight-bridge-mode` is `shared_vllm` here unless said otherwise), those of the other
 programs under their section's name (`--api.port 8002`, `--vllm.max_num_seqs 64`, `--env.group_size 8`,
-`--openai.server_type vllm`), and the options below. The run files that come with the project are in `configs/`; guides
-that speak of `example_trainer/configs/` mean these.
+`--openai.server_type vllm`), and the options below. `--config` takes a file, or the name of a run file that comes with
+the package: `demo`, `gsm8k`, `math_zero_shared` or `math_zero_lora`. In a checkout `configs/` is their folder,
+`example_trainer/configs/`.
 """
 
 EXIT_CODES = """\
@@ -63,10 +67,40 @@ METRICS_INTRODUCTION = """\
 `python -m example_trainer.commands.generate_docs metrics` prints this page; the names' own declarations are its source.
 
 A step is a line of `metrics.jsonl` in the run directory, with `step`, `timestamp` (Unix time) and those metrics
-below that the step has; W&B and TensorBoard get the same names, Prometheus has `_` for `/`. Values that are not finite
-are left out. A resumed run drops the lines of steps that it trains again. Two runs of the same seed over the same
-batches have the same values except for `time/*`, `perf/*`, `policy_version` and timestamps.
+below that the step has; W&B and TensorBoard get the same names, Prometheus [its own spelling](prometheus.md).
+Values that are not finite are left out. A resumed run drops the lines of steps that it trains again. Two runs of the
+same seed over the same batches have the same values except for `time/*`, `perf/*`, `policy_version` and timestamps.
 """
+
+PROMETHEUS_INTRODUCTION = """\
+# Metrics for Prometheus
+
+`python -m example_trainer.commands.generate_docs prometheus` prints this page; the metrics' own declarations are its
+source. [Observe a run](../howto/observe.md) tells how to collect them. Names have base units, and counters end in
+`_total`.
+
+| program | port | names at `/metrics` |
+|---|---|---|
+| broker | its own | `atropos_...`: [here](broker.md#metrics) |
+| vLLM server | its own | `atropos_server_...`: below; `vllm:...`: vLLM's own |
+| trainer | `--metrics-port` | `atropos_trainer_...`: below |
+| environment | `--env.metrics-port` | `atropos_environment_...`: [here](environments.md#metrics-of-serve) |
+
+Each also has `atropos_build_info` and the metrics of [its process](broker.md#metrics).
+
+## The trainer
+
+"""
+
+TRAINER_FAMILIES = """\
+
+The others are the [metrics of the last step](metrics.md), as gauges. `_` stands for `/`, times end in `_seconds`,
+memory in `_bytes`; the part of a name in braces is a label: `data/overlong` is
+`atropos_trainer_data_cause{cause="overlong"}`.
+
+"""
+
+SERVER_HEADING = "\n## The inference server\n\n"
 
 EVENTS_INTRODUCTION = """\
 ## Signs of trouble
@@ -137,6 +171,19 @@ def metrics_page() -> str:
     return "\n".join(blocks)
 
 
+def prometheus_page() -> str:
+    """Return the text of docs/reference/prometheus.md."""
+    families = (prometheus.spell(name).metric for name in prometheus.templates())
+    return (
+        PROMETHEUS_INTRODUCTION
+        + table(prometheus.COUNTERS, prometheus.PREFIX)
+        + TRAINER_FAMILIES
+        + table(families, prometheus.PREFIX)
+        + SERVER_HEADING
+        + table(serving_metrics.METRICS, serving_metrics.PREFIX)
+    )
+
+
 def metric_sections() -> dict[str, list[tuple[str, str]]]:
     """Return name and meaning of every metric, under the heading that `metric_names` gives."""
     path = Path(metric_names.__file__)
@@ -151,7 +198,12 @@ def metric_sections() -> dict[str, list[tuple[str, str]]]:
     return sections
 
 
-PAGES: Mapping[str, Callable[[], str]] = {"cli": cli_page, "metrics": metrics_page, "memory": memory_page}
+PAGES: Mapping[str, Callable[[], str]] = {
+    "cli": cli_page,
+    "metrics": metrics_page,
+    "prometheus": prometheus_page,
+    "memory": memory_page,
+}
 
 
 def _docstring(statement: ast.stmt | None) -> str:

@@ -32,12 +32,12 @@ from example_trainer.memory.fit import (
     GB,
     OF_FULL_WEIGHTS,
     USABLE_FRACTION,
-    Card,
     Changes,
+    Gpu,
     as_flags,
     budget_on,
-    card_after,
     fits,
+    gpu_after,
     nearest,
     with_changes,
 )
@@ -45,6 +45,8 @@ from example_trainer.memory.shapes import REFERENCE_SHAPES, ModelShape, find_con
 from example_trainer.processes.tree import PACKAGE_ROOT
 
 CACHED_TOKENS = 32 * 2048
+TOP_BLOCK_COUNT = 12
+TOP_BLOCKS = f"last-{TOP_BLOCK_COUNT}"
 
 SETTINGS: Sequence[Changes] = (
     {"weight_bridge_mode": "shared_vllm", "optimizer": "adamw"},
@@ -53,8 +55,8 @@ SETTINGS: Sequence[Changes] = (
     {"weight_bridge_mode": "shared_vllm", "optimizer": "adamw_8bit", "master_weights": "none"},
     {"weight_bridge_mode": "shared_vllm", "optimizer": "adafactor", "master_weights": "none"},
     {"weight_bridge_mode": "shared_vllm", "optimizer": "adamw", "master_weights": "host"},
-    {"weight_bridge_mode": "shared_vllm", "optimizer": "adamw", "train_layer_indices": "last-12"},
-    {"weight_bridge_mode": "shared_vllm", "optimizer": "adamw_8bit", "train_layer_indices": "last-12"},
+    {"weight_bridge_mode": "shared_vllm", "optimizer": "adamw", "train_layer_indices": TOP_BLOCKS},
+    {"weight_bridge_mode": "shared_vllm", "optimizer": "adamw_8bit", "train_layer_indices": TOP_BLOCKS},
     {"weight_bridge_mode": "lora_only", "optimizer": "adamw"},
     {"weight_bridge_mode": "lora_restart", "optimizer": "adamw", "load_in_4bit": True},
 )
@@ -74,9 +76,9 @@ class Row:
         return TrainingConfig(model_name=self.model, **self.flags)
 
     @property
-    def card(self) -> Card:
+    def gpu(self) -> Gpu:
         share = 0.0 if self.config.vllm_gpu else self.config.gpu_memory_utilization
-        return Card(total_bytes=self.gpu_gb * GB, share=share)
+        return Gpu(total_bytes=self.gpu_gb * GB, share=share)
 
 
 _SHARED = {"weight_bridge_mode": "shared_vllm"}
@@ -110,7 +112,8 @@ PAGE = """\
 # GPU memory
 
 `python -m example_trainer.commands.generate_docs memory` prints this page from the arithmetic by which trainer and
-launcher decide. Nothing on it is measured on a GPU; GB are 10^9 bytes.
+launcher decide. `make gpu` compares it with [a step's peak](../explanation/gpu.md). GB are 10^9 bytes.
+<!-- gpu: memory-kept-activations memory-checkpointed -->
 
 ## Before a run
 
@@ -139,7 +142,7 @@ it counts, in `shared_vllm`, the least that can serve, and in `lora_only` nothin
 | vLLM's share | `--gpu-memory-utilization` of the GPU; 0 if `--vllm-gpu` or `--vllm-host` name another. It has to hold the weights, the cache and a workspace, for which {workspace:.1f} GB are reserved where the share is chosen |
 | the teacher's share | what the server of a teacher takes of the same GPU, if the launcher starts it there: its own `--teacher.vllm.gpu_memory_utilization`, or with `--teacher.gpu` as much again as the policy's; else the policy's share is that of both, divided evenly |
 | weights | `shared_vllm`: none, or {served} per trained parameter if the forward reads the masters; other modes: {served} per parameter; with `--load-in-4bit` {four_bit} per parameter of the linear layers; several ranks: two gathered layers, embedding and head, each divided by `--trainer-tensor-parallel-size`, with which the whole head is held once more |
-| masters, gradients | 4 and 4 per trained parameter; `--master-weights none`: {served} for the gradients; `host`: in host memory |
+| masters, gradients | 4 and 4 per trained parameter; `--master-weights none`: {served} for the gradients; `host`: in host memory, and there 2 more for the gradients as they arrive |
 | optimizer states, per trained parameter | {states} |
 | activations, per token of a micro-batch and layer | {hidden:g} hidden sizes and {intermediate:g} intermediate sizes of {served} bytes; with `--gradient-checkpointing` one hidden size a layer, and the former for one layer; `--trainer-tensor-parallel-size` divides the intermediate sizes |
 | head | three fp32 arrays of a chunk of logits, and two of the output matrix if it is trained |
@@ -148,6 +151,16 @@ it counts, in `shared_vllm`, the least that can serve, and in `lora_only` nothin
 
 A micro-batch holds `--batch-size` x `--seq-len` tokens, or `--token-budget`. Several ranks divide masters, gradients
 and states of full weights. {usable:.0%} of a GPU count as usable.
+
+## The cache of a shared GPU
+
+A server that shares its GPU with the trainer, or with another server that the launcher starts, gets the size of its KV
+cache in bytes (vLLM's `--kv-cache-memory-bytes`): its share without the weights, the adapters and {workspace:.1f} GB of
+workspace, on each of its tensor-parallel ranks. By itself vLLM measures while it starts, and takes off the cache whatever
+another process allocates on the GPU meanwhile. It does measure if the rest of the share would hold no sequence of
+`--max-model-len`, if the GPU's memory or the model's `config.json` is not known here, or if the server's own settings
+(`vllm:` in a run file) change its share, dtype, quantisation, ranks or adapters. Tests do this arithmetic
+with a driver that is made up; no server has started so on a GPU yet.
 
 ## The published table
 
@@ -214,6 +227,8 @@ def advise(options: MemoryOptions) -> Iterator[str]:
     yield "  server   base masters  grads states   act.  other =  total    host  GB"
     first = None
     for setting in SETTINGS:
+        if "train_layer_indices" in setting and shape.layers <= TOP_BLOCK_COUNT:
+            continue  # a small model has no such blocks besides others
         config = with_changes(_base_config(shape, options), setting)
         needed = budget(shape, config, server_bytes=server_needs(shape, config, cached_tokens=options.cached_tokens))
         fit = needed.total <= options.gpu_gb * GB * USABLE_FRACTION
@@ -260,14 +275,14 @@ def table_of(rows: Sequence[Row]) -> Iterator[str]:
     yield "| model | GPU | flags | needs | fits with | needs then | host memory |"
     yield "|---|---|---|---|---|---|---|"
     for row in rows:
-        shape, config, card = REFERENCE_SHAPES[row.model], row.config, row.card
-        changes = nearest(shape, config, card)
-        before = budget_on(shape, config, card).total / GB
+        shape, config, gpu = REFERENCE_SHAPES[row.model], row.config, row.gpu
+        changes = nearest(shape, config, gpu)
+        before = budget_on(shape, config, gpu).total / GB
         asked = f"| {shape.name} | {row.gpu_gb:g} GB | `{as_flags(row.flags)}` | {before:.1f} GB |"
         if changes is None:
             yield f"{asked} none | | |"
             continue
-        after = budget_on(shape, with_changes(config, changes), card_after(changes, card))
+        after = budget_on(shape, with_changes(config, changes), gpu_after(changes, gpu))
         flags = f"`{as_flags(changes)}`" if changes else "it fits as it is"
         host = f"{after.host / GB:.0f} GB" if after.host else ""
         yield f"{asked} {flags} | {after.total / GB:.1f} GB | {host} |"
@@ -292,7 +307,7 @@ def memory_page() -> str:
         documented="\n".join(table_of(DOCUMENTED_ROWS)),
         others="\n".join(table_of(OTHER_ROWS)),
         four_bit_table="\n".join(table_of(FOUR_BIT_ROWS)),
-        four_bit_base=budget_on(quantised, FOUR_BIT_CLAIM.config, FOUR_BIT_CLAIM.card).weights / GB,
+        four_bit_base=budget_on(quantised, FOUR_BIT_CLAIM.config, FOUR_BIT_CLAIM.gpu).weights / GB,
         served_base=2 * quantised.parameters / GB,
         claim=FOUR_BIT_CLAIM.gpu_gb,
         verdict=_verdict(quantised, FOUR_BIT_CLAIM),
@@ -302,10 +317,10 @@ def memory_page() -> str:
 
 def _verdict(shape: ModelShape, row: Row) -> str:
     """Return the end of the sentence that says if the published figure of a row holds."""
-    changes = nearest(shape, row.config, row.card)
+    changes = nearest(shape, row.config, row.gpu)
     if changes is None:
         return "does not hold"
-    needed = budget_on(shape, with_changes(row.config, changes), card_after(changes, row.card))
+    needed = budget_on(shape, with_changes(row.config, changes), gpu_after(changes, row.gpu))
     return f"holds for the trainer with `{as_flags(changes)}` ({needed.total / GB:.1f} GB), not with vLLM beside it"
 
 
@@ -314,8 +329,8 @@ def _run_file_table(named: Mapping[str, Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for name, row in named.items():
         shape = REFERENCE_SHAPES[row.model]
-        verdict = "fits" if fits(shape, row.config, row.card) else "does not fit"
-        needed = budget_on(shape, row.config, row.card).total / GB
+        verdict = "fits" if fits(shape, row.config, row.gpu) else "does not fit"
+        needed = budget_on(shape, row.config, row.gpu).total / GB
         yield f"| `{name}` | {shape.name} | {row.gpu_gb:g} GB | {needed:.1f} GB | {verdict} |"
 
 

@@ -109,8 +109,8 @@ def replay(config: TrainingConfig, batch: Batch, checkpoint: Path | None) -> dic
 
     from example_trainer.checkpointing import read_state
     from example_trainer.model import load_policy
+    from example_trainer.modeling.loading import policy_options
     from example_trainer.step.train_step import make_train_step
-    from example_trainer.weights.factory import policy_options
 
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)

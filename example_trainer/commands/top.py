@@ -1,4 +1,5 @@
-"""`atropos top URL` shows a broker's status: a live panel on a terminal, plain lines elsewhere, once for scripts.
+"""`atropos top URL` shows a broker's status: a live panel on a terminal, plain lines elsewhere, once or as JSON for
+scripts.
 
 The status is rendered as lines of name and value, and as the panel.
 """
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, Final, Protocol
+from typing import IO, Any, Final, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console, Group, RenderableType
@@ -24,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atropos_api.client import BrokerUnreachable, ServerEvent, watch_events
-from atropos_api.client.events import count_drops, explain_drops
+from atropos_api.client.events import count_drops, explain_drops, explain_wait
 from atropos_api.common.cliconfig import ConfigError, load_config
 from atropos_api.common.identity import require_address
 from atropos_api.common.option_flags import list_options
@@ -64,6 +65,8 @@ def describe(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "environments", f"{sum(bool(one['connected']) for one in environments)}/{len(environments)}"
     if dropped := count_drops(status):
         yield "dropped", str(dropped)
+    if found := explain_wait(status):
+        yield "diagnosis", _plain(found)
     for name, counter in COUNTED:
         count = status.get("counters", {}).get(counter, 0)
         if count or name == "received":
@@ -98,7 +101,10 @@ def render(
         step, steps = run["current_step"], run["num_steps"]
         bar.add_row(f"step {step}/{steps}", ProgressBar(total=steps, completed=min(step, steps), width=40))
         parts.append(bar)
-    figures = (Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in describe(status))
+    if found := explain_wait(status):
+        parts.append(Text(_plain(found), style="yellow"))
+    shown = ((name, value) for name, value in describe(status) if name != "diagnosis")
+    figures = (Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in shown)
     parts.append(Text("  ").join(figures))
     if rates:
         spark = sparkline(list(rates), high=max(rates) or 1.0)
@@ -150,16 +156,20 @@ class TopConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     token: str | None = Field(
-        None, description="Bearer token of the broker; default: $ATROPOS_TOKEN", json_schema_extra=SECRET
+        None, description="Bearer token of the broker; default: $ATROPOS_TOKEN.", json_schema_extra=SECRET
     )
     token_file: Path | None = Field(
-        None, description="File with that token, read again if the broker refuses it; default: $ATROPOS_TOKEN_FILE"
+        None, description="File with that token, read again if the broker refuses it; default: $ATROPOS_TOKEN_FILE."
     )
-    once: bool = Field(False, description="Print the state as lines of name and value, and exit")
+    once: bool = Field(False, description="Print the state as lines of name and value, and exit.")
+    format: Literal["text", "json"] = Field(
+        "text",
+        description="Form of the output: text, or the whole status as a JSON object a line, each time it changes.",
+    )
 
 
 @dataclass(kw_only=True, slots=True)
-class Watched:
+class BrokerSnapshot:
     """The last known state of the watched broker."""
 
     url: str
@@ -187,7 +197,7 @@ class Watched:
 class View(Protocol):
     """Shows the broker's state and events until it is closed."""
 
-    def update(self, watched: Watched, event: ServerEvent | None) -> None: ...
+    def update(self, snapshot: BrokerSnapshot, event: ServerEvent | None) -> None: ...
 
     def close(self) -> None: ...
 
@@ -200,20 +210,35 @@ class PlainView:
         self._shown_at = float("-inf")
         self._step: int | None = None
 
-    def update(self, watched: Watched, event: ServerEvent | None) -> None:
+    def update(self, snapshot: BrokerSnapshot, event: ServerEvent | None) -> None:
         if event is None:
-            self._line(f"no answer from {watched.url}, trying again ({watched.lost_because})")
+            self._line(f"no answer from {snapshot.url}, trying again ({snapshot.lost_because})")
         elif event.type != "status":
             self._line(describe_event(event))
-        elif step_of(watched.status) != self._step or time.monotonic() - self._shown_at >= PLAIN_INTERVAL_SECONDS:
-            self._step, self._shown_at = step_of(watched.status), time.monotonic()
-            self._line("  ".join(f"{name} {value}" for name, value in describe(watched.status)))
+        elif step_of(snapshot.status) != self._step or time.monotonic() - self._shown_at >= PLAIN_INTERVAL_SECONDS:
+            self._step, self._shown_at = step_of(snapshot.status), time.monotonic()
+            self._line("  ".join(f"{name} {value}" for name, value in describe(snapshot.status)))
 
     def close(self) -> None:
         self._out.flush()
 
     def _line(self, text: str) -> None:
         self._out.write(f"{time.strftime('%H:%M:%S')}  {text}\n")
+        self._out.flush()
+
+
+class JsonView:
+    """Writes each status as a line of JSON, and nothing else."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
+
+    def update(self, snapshot: BrokerSnapshot, event: ServerEvent | None) -> None:
+        if event is not None and event.type == "status":
+            self._out.write(f"{json.dumps(snapshot.status)}\n")
+            self._out.flush()
+
+    def close(self) -> None:
         self._out.flush()
 
 
@@ -224,10 +249,10 @@ class LiveView:
         self._live = Live(console=console, auto_refresh=False)
         self._live.start()
 
-    def update(self, watched: Watched, event: ServerEvent | None) -> None:
+    def update(self, snapshot: BrokerSnapshot, event: ServerEvent | None) -> None:
         if event is None or event.type == "status":
             panel = render(
-                watched.url, watched.status, events=watched.events, rates=watched.rates, lost=watched.lost_because
+                snapshot.url, snapshot.status, events=snapshot.events, rates=snapshot.rates, lost=snapshot.lost_because
             )
             self._live.update(panel, refresh=True)
 
@@ -240,15 +265,21 @@ def run(arguments: Sequence[str], out: IO[str] = sys.stdout) -> int:
     url, rest = take_url(arguments)
     config = load_config(TopConfig, rest, prog="atropos top URL", description=DESCRIPTION)
     token = TokenSource.settle(config.token, config.token_file, os.environ)
-    watched = Watched(url=url)
+    snapshot = BrokerSnapshot(url=url)
     try:
         if config.once:
-            return print_once(watched, token, out)
-        return follow(watched, token, LiveView(Console(file=out)) if out.isatty() else PlainView(out))
+            return print_once(snapshot, token, out, as_json=config.format == "json")
+        return follow(snapshot, token, make_view(config.format, out))
     except BrokenPipeError:
         # The reader of the lines has closed the pipe; the flush at exit must not fail on it either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def make_view(form: Literal["text", "json"], out: IO[str]) -> View:
+    if form == "json":
+        return JsonView(out)
+    return LiveView(Console(file=out)) if out.isatty() else PlainView(out)
 
 
 def take_url(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -276,40 +307,43 @@ def _places_of_values(arguments: Sequence[str]) -> Iterator[int]:
             yield index
 
 
-def print_once(watched: Watched, token: TokenSource, out: IO[str]) -> int:
-    for event in _listen(watched, token):
+def print_once(snapshot: BrokerSnapshot, token: TokenSource, out: IO[str], *, as_json: bool = False) -> int:
+    for event in _listen(snapshot, token):
         if event is not None:
-            watched.take(event)
-        if watched.status:
+            snapshot.take(event)
+        if snapshot.status:
             break
-    for name, value in describe(watched.status):
+    if as_json:
+        out.write(f"{json.dumps(snapshot.status)}\n")
+        return 0
+    for name, value in describe(snapshot.status):
         out.write(f"{name} {value}\n")
     return 0
 
 
-def follow(watched: Watched, token: TokenSource, view: View) -> int:
+def follow(snapshot: BrokerSnapshot, token: TokenSource, view: View) -> int:
     """Show all events; a broker that never answered is an error, one that was lost is waited for."""
     try:
-        for event in _listen(watched, token):
+        for event in _listen(snapshot, token):
             if event is not None:
-                watched.lost_because = ""
-                watched.take(event)
-            view.update(watched, event)
+                snapshot.lost_because = ""
+                snapshot.take(event)
+            view.update(snapshot, event)
     finally:
         view.close()
     return 0
 
 
-def _listen(watched: Watched, token: TokenSource) -> Iterator[ServerEvent | None]:
+def _listen(snapshot: BrokerSnapshot, token: TokenSource) -> Iterator[ServerEvent | None]:
     """Yield events over as many connections as needed; None each time that one is lost or cannot be made."""
     while True:
         try:
-            yield from watch_events(watched.url, token=token, after=watched.last_id)
-            watched.lost_because = "it closed the connection"
+            yield from watch_events(snapshot.url, token=token, after=snapshot.last_id)
+            snapshot.lost_because = "it closed the connection"
         except BrokerUnreachable as error:
-            if not watched.status:
-                raise ConfigError(_no_broker(watched.url, error)) from error
-            watched.lost_because = str(error.__cause__ or error)
+            if not snapshot.status:
+                raise ConfigError(_no_broker(snapshot.url, error)) from error
+            snapshot.lost_because = str(error.__cause__ or error)
         yield None
         time.sleep(RECONNECT_SECONDS)
 

@@ -7,7 +7,7 @@ groups from the broker, in a thread of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -17,12 +17,14 @@ import msgspec
 from atropos_api.client import BrokerClient
 from atropos_api.wire import Batch, RunInfo, RunRequest
 from example_trainer.api import LONG_POLL_SECONDS, BrokerSession
+from example_trainer.distributed.collective_publish import join_publish, publish_on_rank0
 from example_trainer.distributed.ranks import Ranks
 from example_trainer.weights.base import PublishReport, WeightBridge
 
 if TYPE_CHECKING:
     from example_trainer.modeling.loading import PolicyOptions
     from example_trainer.modeling.policy import Policy
+    from example_trainer.weights.weight_source import WeightSource
 
 AnswerT = TypeVar("AnswerT")
 
@@ -47,8 +49,10 @@ class RankedSession(BrokerSession):
         self._info = RunInfo(**self._ranks.on_main(lambda: msgspec.structs.asdict(begin(request))))
         return self._info
 
-    def announce_policy(self, version: int, step: int, policy_name: str | None = None) -> None:
-        self._ranks.on_main(partial(super().announce_policy, version, step, policy_name))
+    def announce_policy(
+        self, version: int, step: int, policy_name: str | None = None, servers: Sequence[str] | None = None
+    ) -> None:
+        self._ranks.on_main(partial(super().announce_policy, version, step, policy_name, servers))
 
     def held_seconds(self, wait_seconds: float = 0.0) -> float:
         return self._ranks.on_main(partial(super().held_seconds, wait_seconds))
@@ -76,17 +80,26 @@ class RankedSession(BrokerSession):
 class RankedBridge(WeightBridge):
     """A `WeightBridge` for several ranks: rank 0's bridge serves the weights that all of them train."""
 
-    def __init__(self, inner: WeightBridge | None, options: PolicyOptions, ranks: Ranks) -> None:
+    def __init__(
+        self, inner: WeightBridge | None, options: PolicyOptions, ranks: Ranks, *, by_bucket: bool = False
+    ) -> None:
+        """Keep the arguments; with `by_bucket` rank 0's bridge gathers sharded weights itself, one bucket at a time."""
         self._inner = inner
         """The bridge of rank 0; None on the other ranks."""
+        self._by_bucket = by_bucket
+        self._source: WeightSource | None = None
+        """The part of another rank in publishes by bucket."""
         self._options = options
         self._ranks = ranks
         self._policy: Policy | None = None
 
     def prepare(self) -> Policy:
         from example_trainer.model import load_policy
+        from example_trainer.weights.weight_source import WeightSource
 
         self._policy = load_policy(self._options) if self._inner is None else self._inner.prepare()
+        if self._by_bucket and self._inner is None:
+            self._source = WeightSource(self._policy)
         if not self._policy.is_sharded:
             self._ranks.copy_from_main(self._policy.masters.values())
         return self._policy
@@ -94,6 +107,10 @@ class RankedBridge(WeightBridge):
     def publish(self, version: int) -> PublishReport:
         """Publish at rank 0; the other ranks send it their shards of the weights and wait."""
         assert self._policy is not None, "prepare() comes first"
+        if self._source is not None:
+            return join_publish(self._ranks, self._source)
+        if self._by_bucket:
+            return publish_on_rank0(self._ranks, self._main, version)
         with self._policy.gathered():
             return PublishReport(**self._call_main(lambda bridge: asdict(bridge.publish(version))))
 

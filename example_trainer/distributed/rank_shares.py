@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Seen:
+class FirstPass:
     """Values from the first pass over a batch, at each of its `[N]` trained tokens."""
 
     targets: Targets
@@ -84,7 +84,7 @@ def step_weights(
     return weights
 
 
-def seen_by_all(own: Seen, ranks: Ranks) -> Seen:
+def gather_first_pass(own: FirstPass, ranks: Ranks) -> FirstPass:
     """Return the values of all ranks joined, without the teacher's columns, which only the loss needs."""
     if ranks.world_size == 1:
         return own
@@ -94,7 +94,7 @@ def seen_by_all(own: Seen, ranks: Ranks) -> Seen:
     shares = ranks.gather((_tensors_of(without_teacher.to(host)), arrays))
     logprobs, entropies, first = (torch.cat(pieces) for pieces in zip(*(arrays for _, arrays in shares), strict=True))
     targets = _join([type(without_teacher)(**tensors) for tensors, _ in shares])
-    return Seen(targets=targets, logprobs=logprobs, entropies=entropies, first_logprobs=first)
+    return FirstPass(targets=targets, logprobs=logprobs, entropies=entropies, first_logprobs=first)
 
 
 def _tensors_of(targets: Targets) -> dict[str, Any]:

@@ -6,7 +6,7 @@ over gloo; gradients use the device's own backend. A message is JSON followed by
 with pickle, any process that reaches the group's port could execute code in every rank.
 
 All ranks must call the methods here in the same order, or they block. Work that only one process can do (call the
-broker, own a server, write a file) is done by rank 0 in `lead`, and the others get its result or its error.
+broker, own a server, write a file) is done by rank 0 in `on_main`, and the others get its result or its error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
@@ -188,21 +188,27 @@ class GroupRanks(Ranks):
             led = action()
             message = encode((led, None))
         except Exception as error:
-            self._send_to_others(encode((None, f"{type(error).__name__}: {error}")))
+            with suppress(RanksFailed):  # the error is the cause, also if a rank is gone because of it
+                self._send_to_others(encode((None, f"{type(error).__name__}: {error}")))
             raise
         self._send_to_others(message)
         return led
 
     def _send_to_others(self, message: bytes) -> None:
-        dist.broadcast(torch.tensor([len(message)]), src=0, group=self._control)
-        dist.broadcast(_as_tensor(message), src=0, group=self._control)
+        self._broadcast_control(torch.tensor([len(message)]))
+        self._broadcast_control(_as_tensor(message))
 
     def _receive_from_main(self) -> bytes:
-        size = torch.zeros(1, dtype=torch.long)
-        dist.broadcast(size, src=0, group=self._control)
-        message = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(message, src=0, group=self._control)
+        size = self._broadcast_control(torch.zeros(1, dtype=torch.long))
+        message = self._broadcast_control(torch.empty(int(size), dtype=torch.uint8))
         return message.numpy().tobytes()
+
+    def _broadcast_control(self, values: Tensor) -> Tensor:
+        try:
+            dist.broadcast(values, src=0, group=self._control)
+        except RuntimeError as error:
+            raise RanksFailed(f"rank {self.rank} of {self.world_size} has lost the others: {error}") from error
+        return values
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:

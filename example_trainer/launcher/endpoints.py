@@ -18,7 +18,7 @@ from example_trainer.launcher.run_file import RunConfig, RunSettings
 from example_trainer.launcher.teacher import TEACHER_SERVER, own_teacher
 from example_trainer.memory.fit import ServerShares, with_changes
 from example_trainer.memory.preflight import is_given, preflight, serves_on, trainer_gpu
-from example_trainer.processes.ports import LOOPBACK, THIS_HOST, as_port, free_port, free_ports, require_free
+from example_trainer.processes.ports import LOOPBACK, as_port, free_port, free_ports, require_free
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> En
     given = config.model_fields_set
     broker_port = None if "atropos_url" in given else _broker_port(settings, held)
     broker_url = config.atropos_url if broker_port is None else f"http://{LOOPBACK}:{broker_port}"
-    remote = remote_servers(config)
+    remote = config.remote_servers
     ports = () if remote else _vllm_ports(settings, held)
     return Endpoints(
         broker_url=broker_url,
@@ -62,8 +62,8 @@ def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> En
 def fit_to_gpu(settings: RunSettings) -> tuple[RunSettings, str | None]:
     """Return the settings with what `--fit auto` chose, and a line about it; raise `DoesNotFit` as `preflight` does."""
     config = settings.trainer
-    given = _memory_settings(settings.section("vllm")) if config.mode.server_outlives_publish else {}
-    starts_server = not remote_servers(config) and "gpu_memory_utilization" not in given
+    given = _memory_settings(settings.section("vllm")) if config.servers_outlive_publish else {}
+    starts_server = not config.remote_servers and config.local_servers > 0 and "gpu_memory_utilization" not in given
     servers = _server_shares(settings, divides=starts_server)
     choice = preflight(with_changes(config, given), starts_server=starts_server, servers=servers)
     return replace(settings, trainer=with_changes(config, choice.changes)), choice.sentence
@@ -79,7 +79,7 @@ def _server_shares(settings: RunSettings, *, divides: bool) -> ServerShares:
     parts = policy + (teacher is not None and not teacher.has_own_share)
     shares = ServerShares(policy_part=policy / parts if divides else policy)
     gpu = trainer_gpu(config)
-    if teacher is None or not is_given(gpu, teacher.gpu_beside(config.vllm_gpu), os.environ):
+    if teacher is None or not is_given(gpu, teacher.gpu_beside(config.vllm_gpu), os.environ, "--teacher.gpu"):
         return shares
     own = {**teacher.vllm, **settings.flags[TEACHER_SERVER].values}
     if "gpu_memory_utilization" in own:
@@ -92,8 +92,8 @@ def _server_shares(settings: RunSettings, *, divides: bool) -> ServerShares:
 
 def servers_on_one_gpu(config: RunConfig) -> int:
     """Return the number of the policy's servers that divide the memory of one GPU."""
-    divide = config.broadcasts and config.vllm_gpu is None and not remote_servers(config)
-    return max(1, config.num_inference_nodes) if divide else 1
+    divide = config.vllm_gpu is None and not config.remote_servers
+    return max(1, config.local_servers) if divide else 1
 
 
 def _memory_settings(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,14 +103,6 @@ def _memory_settings(section: Mapping[str, Any]) -> dict[str, Any]:
         with suppress(KeyError, ValueError, TypeError):  # the server's own parser refuses what is no number
             found[name] = read(section[name])
     return found
-
-
-def remote_servers(config: RunConfig) -> tuple[str, ...]:
-    """Return the addresses of the inference servers that the launcher does not start; none if it starts its own."""
-    count = config.num_inference_nodes
-    if not count or (config.broadcasts and not config.inference_urls and config.vllm_host in THIS_HOST):
-        return ()
-    return config.server_urls
 
 
 def _broker_port(settings: RunSettings, held: ExitStack | None) -> int:
@@ -123,7 +115,7 @@ def _broker_port(settings: RunSettings, held: ExitStack | None) -> int:
 def _vllm_ports(settings: RunSettings, held: ExitStack | None) -> tuple[int, ...]:
     """Return a port for each inference server on this host: counted up from the one asked for, or any free ones."""
     config = settings.trainer
-    count = config.num_inference_nodes if config.broadcasts else 1
+    count = config.local_servers
     asked, flag = settings.section("vllm").get("port"), "--vllm.port"
     # Somebody else's environments were told the documented port.
     if asked is None and ("vllm_port" in config.model_fields_set or not settings.environments):

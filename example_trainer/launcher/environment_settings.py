@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,3 +147,28 @@ def program_of(server: str) -> tuple[str, ...]:
         if path.is_file():
             return (str(path.absolute()),)
     raise EnvironmentNotFound(f"--env.server {server}: no such file here or among the environments of this package")
+
+
+def fillable_batches(group_sizes: Iterable[int], largest: int) -> frozenset[int]:
+    """Return the numbers of sequences up to `largest` that whole groups of these sizes add up to."""
+    sizes, found = tuple(group_sizes), {0}
+    for total in range(1, largest + 1):
+        if any(total - size in found for size in sizes):
+            found.add(total)
+    return frozenset(found)
+
+
+def require_fillable(environments: Sequence[EnvironmentSettings], flags: Mapping[str, Any], batch: int) -> None:
+    """Raise `ConfigError` if the group sizes that files and flags give to every environment never fill a batch."""
+    given = [{**entry.env, **flags} for entry in environments]
+    sizes = [str(env.get("group_size", "")) for env in given]
+    if any(env.get("group_size_schedule") or not size.isdecimal() for env, size in zip(given, sizes, strict=True)):
+        return  # its own parser decides, or `atropos doctor` asks the environment for its default
+    known = {int(size) for size in sizes}
+    if known and 0 not in known and batch not in fillable_batches(known, batch):
+        shown = " and ".join(map(str, sorted(known)))
+        raise ConfigError(
+            f"groups of {shown} (--env.group_size) never fill a batch of {batch} sequences, so that no step would "
+            "begin; take a group size that divides --batch-size x --gradient-accumulation-steps (or "
+            "--rollout-batch-size), or another batch"
+        )

@@ -25,11 +25,23 @@ from example_trainer.launcher.base_model import (
     require_model,
     require_on_hub,
 )
+from example_trainer.launcher.data_use import write_data_use
 from example_trainer.launcher.endpoints import Endpoints, broker_token, settle_endpoints
-from example_trainer.launcher.plan import BROKER, FINAL_SERVER, TRAINER, VLLM, Plan, Programs, make_plan
+from example_trainer.launcher.environment_settings import require_fillable
+from example_trainer.launcher.plan import (
+    BROKER,
+    FINAL_SERVER,
+    LATEST_CHECKPOINT,
+    TRAINER,
+    VLLM,
+    Plan,
+    Programs,
+    make_plan,
+)
 from example_trainer.launcher.progress import Endpoint, Feed, Snapshot, View, make_view
+from example_trainer.launcher.restarts import RestartBudget, Restarts
 from example_trainer.launcher.run_dir import RunDir, plan_run_dir, reporting_flag, write_json, write_yaml
-from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings
+from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig, RunSettings
 from example_trainer.launcher.summary import Summary, summarise, write_rollout_pages
 from example_trainer.launcher.supervisor import Supervisor
 from example_trainer.launcher.teacher import MODEL_FLAG, TEACHER, own_teacher
@@ -47,6 +59,7 @@ SILENCE_SECONDS = 60.0
 
 # After the environments have ended, the trainer may still write its last checkpoint; beyond this it waits in vain.
 TRAINER_LAG_SECONDS = 120.0
+RESUME_FLAG = "--resume"
 SETTLED_HERE = ("model_name", "atropos_url", "vllm_port", "inference_urls")
 """Settings of the trainer whose values the launcher determines."""
 
@@ -116,10 +129,12 @@ class Launch:
         with contextlib.ExitStack() as ports:
             return self._go(settle_endpoints(self.settings, ports))
 
-    def _go(self, places: Endpoints) -> Summary:
+    def _go(self, endpoints: Endpoints) -> Summary:
         model = _require(self.settings.trainer.model_name, "--model-name")
         own = own_teacher(self.settings)
         teacher = None if own is None else _require(own.model_name, MODEL_FLAG)
+        if self.settings.trainer.ref_model is not None:
+            _require(self.settings.trainer.ref_model, "--ref-model")
         self.run.create()
         adopt_orphans()
         with StopRequest.listening() as stop, Supervisor(self.run.logs) as supervisor:
@@ -130,7 +145,7 @@ class Launch:
                 model = make(model, "base model")
                 teacher = None if teacher is None else make(teacher, "teacher's model")
                 plan = make_plan(
-                    self.settings, self.run, places, model=model, teacher_model=teacher, programs=self.programs
+                    self.settings, self.run, endpoints, model=model, teacher_model=teacher, programs=self.programs
                 )
                 self._record(plan)
                 if self.settings.trainer.load_in_4bit:
@@ -177,6 +192,7 @@ class Launch:
                     f"{entry.server} used settings written for {entry.written_for}; {log} names those that it ignored"
                 )
         snapshot.milestones |= dict.fromkeys(_milestones(plan))
+        snapshot.page_url = f"{plan.endpoints.broker_url}/"
         snapshot.phase = "starting"
         # Opened before the children start, so that a resumed run shows the new steps only.
         tail = MetricsTail(self.run.metrics, from_end=True)
@@ -185,41 +201,39 @@ class Launch:
         feed = _make_feed(plan, snapshot, tail, broker_token(self.settings))
         with contextlib.closing(feed):
             self._watch(plan, supervisor, feed, view, stop)
+            write_data_use(self.run.root, feed.read_status())
         snapshot.phase = "stopping"
         view.update(snapshot, ())
         return self._conclude(plan.servers, supervisor, snapshot, stop)
 
     def _watch(self, plan: Plan, supervisor: Supervisor, feed: Feed, view: View, stop: StopRequest) -> None:
         """Watch the programs until the trainer and then, within `wait_timeout`, the environments have ended."""
-        snapshot = feed.snapshot
+        snapshot, config = feed.snapshot, self.settings.trainer
         waiting = {TRAINER, *plan.environments}
         trainer_alone, environments_alone = Stopwatch(), Stopwatch()
+        budget = RestartBudget(restarts=config.max_restarts, window_seconds=config.restart_window)
+        restarts = Restarts(supervisor, budget)
         while waiting:
             stop.raise_if_requested()
-            self._restart_failed(supervisor, snapshot, view)
-            supervisor.check()
-            still = {name for name in waiting if supervisor[name].exit_code is None}
+            for failure in restarts.note_failures(_never_ready(plan, snapshot)):
+                self.notes.append(failure)
+                snapshot.phase = failure
+                view.update(snapshot, ())
+            for spec, restarted in restarts.due():
+                supervisor.start(resuming(spec, config, self.run.root, self.started_at), restarted=restarted)
+            still = {name for name in waiting if name in restarts or supervisor[name].exit_code is None}
             if plan.final_server is not None and TRAINER in waiting - still and still:
                 supervisor.start(_with_version(plan.final_server, snapshot))
             waiting = still
             snapshot.phase = _phase(snapshot, waiting)
             view.update(snapshot, feed.poll())
-            _note_engine_start(snapshot, supervisor, plan)
+            _note_engine_start(snapshot, supervisor)
             if trainer_alone.seconds(waiting == {TRAINER} and bool(plan.environments)) > TRAINER_LAG_SECONDS:
                 raise ChildFailed("the environments have ended, but the trainer still waits for batches", exit_code=1)
             if environments_alone.seconds(TRAINER not in waiting) > self.settings.trainer.wait_timeout:
                 self.notes.append(f"{', '.join(sorted(waiting))} did not end after the training and was stopped")
                 break
             time.sleep(TICK_SECONDS)
-
-    def _restart_failed(self, supervisor: Supervisor, snapshot: Snapshot, view: View) -> None:
-        """Restart failed programs that may be restarted, once all servers have been ready; the others keep running."""
-        if None in (snapshot.milestones.get(server, 0.0) for server in (VLLM, TEACHER)):
-            return
-        for failure in supervisor.restart_failed():
-            snapshot.phase = failure
-            self.notes.append(failure)
-            view.update(snapshot, ())
 
     def _conclude(
         self, servers: Sequence[str], supervisor: Supervisor, snapshot: Snapshot, stop: StopRequest
@@ -253,6 +267,8 @@ class Launch:
 def plan_launch(settings: RunSettings) -> Launch:
     """Return a launch for `settings`; nothing is written yet."""
     config = settings.trainer
+    if "atropos_url" not in config.model_fields_set:  # else other environments may fill a batch
+        require_fillable(settings.environments, settings.flags["env"].values, config.sequences_per_batch)
     run = plan_run_dir(config.run_dir, name=config.name, log_dir=config.log_dir, resume=config.resume is not None)
     return Launch(settings=settings, run=run)
 
@@ -264,6 +280,8 @@ def dry_plan(launch: Launch) -> Plan:
     model = name if local_base(name) else require_model(name)
     if own is not None and local_base(own.model_name) is None:
         require_model(own.model_name, MODEL_FLAG)
+    if settings.trainer.ref_model is not None:
+        require_model(settings.trainer.ref_model, "--ref-model")
     return make_plan(settings, launch.run, settle_endpoints(settings), model=model)
 
 
@@ -306,13 +324,13 @@ def _milestones(plan: Plan) -> list[str]:
 
 
 def _make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, token: TokenSource) -> Feed:
-    servers = {VLLM: [Endpoint(url) for url in plan.places.vllm_urls]} if plan.servers else {}
-    if plan.places.teacher_port is not None:
-        servers[TEACHER] = [Endpoint(f"http://{LOOPBACK}:{plan.places.teacher_port}")]
+    servers = {VLLM: [Endpoint(url) for url in plan.endpoints.vllm_urls]} if plan.servers else {}
+    if plan.endpoints.teacher_port is not None:
+        servers[TEACHER] = [Endpoint(f"http://{LOOPBACK}:{plan.endpoints.teacher_port}")]
     return Feed(
         snapshot,
         metrics=tail,
-        broker=Endpoint(plan.places.broker_url, token=token),
+        broker=Endpoint(plan.endpoints.broker_url, token=token),
         servers=servers,
     )
 
@@ -334,9 +352,30 @@ def silent_environments(snapshot: Snapshot) -> list[str]:
     return [str(entry.get("name")) for entry in known if (entry.get("quiet_seconds") or 0.0) > SILENCE_SECONDS]
 
 
-def _note_engine_start(snapshot: Snapshot, supervisor: Supervisor, plan: Plan) -> None:
+def resuming(spec: ChildSpec, config: RunConfig, run_dir: Path, launched_at: float) -> ChildSpec:
+    """Return a program as it is started again: the trainer continues from the run's newest checkpoint."""
+    if spec.name != TRAINER:
+        return spec
+    first = spec.command[:-2] if RESUME_FLAG in spec.command else spec.command
+    if config.resume in {None, "auto"}:
+        return replace(spec, command=(*first, RESUME_FLAG, "auto"))
+    # Others in the folder may be newer than the one that the user has gone back to, so `auto` would be wrong.
+    latest = (config.save_path or run_dir) / LATEST_CHECKPOINT
+    if latest.exists() and latest.lstat().st_mtime >= launched_at:
+        return replace(spec, command=(*first, RESUME_FLAG, str(latest.resolve())))
+    return spec
+
+
+def _never_ready(plan: Plan, snapshot: Snapshot) -> set[str]:
+    """Return the programs whose milestone has not been reached yet."""
+    groups = {VLLM: plan.servers, "environment": plan.environments}
+    missing = [name for name, reached_at in snapshot.milestones.items() if reached_at is None]
+    return {name for milestone in missing for name in groups.get(milestone, (milestone,))}
+
+
+def _note_engine_start(snapshot: Snapshot, supervisor: Supervisor) -> None:
     """Record when the server's imports ended: it starts its engine's process then; the time after is the engine's."""
-    if snapshot.milestones.get("vllm") and "imports" not in snapshot.marks and plan.child(VLLM):
+    if snapshot.milestones.get("vllm") and "imports" not in snapshot.marks and VLLM in supervisor:
         start_times = [process.create_time() for process in supervisor[VLLM].descendants if is_alive(process)]
         if start_times:
             snapshot.marks["imports"] = min(start_times)

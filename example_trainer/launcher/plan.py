@@ -36,10 +36,14 @@ from example_trainer.launcher.teacher import (
     for_environment,
     own_teacher,
 )
+from example_trainer.memory.fit import with_changes
+from example_trainer.memory.preflight import cache_on_shared_gpu
 from example_trainer.memory.shapes import local_shape
-from example_trainer.options.publish import served_rank, versions_kept
+from example_trainer.options.server import server_settings
+from example_trainer.options.training_options import TrainingOptions
 from example_trainer.options.without_effect import SERVER_FIELDS
 from example_trainer.processes.child import ChildSpec
+from example_trainer.processes.gpus import gpu_names
 from example_trainer.processes.ports import LOOPBACK
 from example_trainer.processes.tree import python_path
 from example_trainer.weight_protocol.base_record import BASE_DIRECTORY
@@ -51,8 +55,11 @@ SERVED_DTYPE_NAMES = ("float32", "bfloat16", "float16")
 MANIFEST_NAME = "vllm_bridge_config.json"
 MANY_CORES = 8
 
-# Restarts per inference server; if one fails more often, restarting it does not help.
-SERVER_RESTARTS = 3
+_AS_TEACHER = {"weight_bridge_mode": "none", "vllm_tensor_parallel_size": 1, "vllm_quantization": None}
+_OVER_MEMORY = frozenset(
+    {"kv_cache_memory_bytes", "gpu_memory_utilization", "dtype", "quantization", "tensor_parallel_size", "max_loras"}
+)
+"""Settings of a server by which its memory is another than the trainer's options say."""
 
 # Newest groups of each environment that are kept in the run directory.
 GROUPS_TO_READ = 200
@@ -72,7 +79,7 @@ class Plan:
     """The plan of a launch: it lists the programs, in the order in which they start, and their settings."""
 
     model: str
-    places: Endpoints
+    endpoints: Endpoints
     children: tuple[ChildSpec, ...]
     files: Mapping[Path, Mapping[str, Any]]
     """Settings of each program, by the path of the file they are written to."""
@@ -96,7 +103,7 @@ class Plan:
 def make_plan(
     settings: RunSettings,
     run: RunDir,
-    places: Endpoints,
+    endpoints: Endpoints,
     *,
     model: str,
     teacher_model: str | None = None,
@@ -107,7 +114,7 @@ def make_plan(
     builder = _Builder(
         settings=settings,
         run=run,
-        places=places,
+        endpoints=endpoints,
         model=model,
         teacher=teacher if teacher is None or teacher_model is None else replace(teacher, model_name=teacher_model),
         programs=programs or Programs(),
@@ -115,13 +122,13 @@ def make_plan(
         bridge_token=bridge_token(settings),
         wandb_run_id=run.wandb_run_id(resumes=settings.trainer.resume is not None),
     )
-    outlives = settings.trainer.mode.server_outlives_publish
-    servers = [builder.vllm(index) for index in range(len(places.vllm_ports) if outlives else 0)]
-    broker = [builder.broker()] if places.broker_port is not None else []
+    outlives = settings.trainer.servers_outlive_publish
+    servers = [builder.vllm(index) for index in range(len(endpoints.vllm_ports) if outlives else 0)]
+    broker = [builder.broker()] if endpoints.broker_port is not None else []
     environments = [builder.environment(entry) for entry in settings.environments]
     return Plan(
         model=model,
-        places=places,
+        endpoints=endpoints,
         children=(*broker, *servers, *builder.teacher_servers(), *environments, builder.trainer()),
         files=builder.files,
         environments=tuple(entry.name for entry in settings.environments),
@@ -140,7 +147,7 @@ def server_name(index: int) -> str:
 class _Builder:
     settings: RunSettings
     run: RunDir
-    places: Endpoints
+    endpoints: Endpoints
     model: str
     programs: Programs
     teacher: OwnTeacher | None = None
@@ -154,22 +161,35 @@ class _Builder:
 
     def broker(self) -> ChildSpec:
         flags = self.settings.flags["api"].without("port")
-        content = {"host": LOOPBACK, "store": str(self.run.broker_store), **self.settings.sections["api"]}
-        content = merge(content, flags.secret_values) | {"port": self.places.broker_port}
+        content = self._observability() | {"host": LOOPBACK, "store": str(self.run.broker_store)}
+        content |= self.settings.sections["api"]
+        content = merge(content, flags.secret_values) | {"port": self.endpoints.broker_port}
         path = self._write("api", {"api": content})
         command = self._command(self.programs.broker, path, flags.without_secrets().unprefixed("api"))
-        return self._child(BROKER, command, settings="api", environment=self._environment())
+        in_memory = self.settings.section("api").get("store") == "memory"
+        return self._child(
+            BROKER,
+            command,
+            settings="api",
+            environment=self._environment(),
+            may_restart=not in_memory,
+            why_final="its store was memory, so the groups and batches of the run are gone" if in_memory else "",
+        )
 
     def vllm(self, index: int) -> ChildSpec:
         name, flags = server_name(index), self.settings.flags["vllm"].without("port", "model")
         content = merge(self._vllm_defaults(index) | dict(self.settings.sections["vllm"]), flags.secret_values)
-        own: dict[str, Any] = {"model": self._base, "port": self.places.vllm_ports[index]}
+        own: dict[str, Any] = {"model": self._base, "port": self.endpoints.vllm_ports[index]}
         if self.settings.trainer.load_in_4bit:
             own["await_model"] = True  # the trainer writes the base once it has loaded the model
+        if registered := self.settings.trainer.registered_servers:
+            own |= {"broker_url": self.endpoints.broker_url, "policy": self.settings.trainer.policy}
         path = self._write(name, {VLLM: content | own})
         command = self._command(self.programs.vllm, path, flags.without_secrets().unprefixed(VLLM))
         # A restarted server serves nothing until the trainer has published the current policy to it.
-        return self._child(name, command, environment=self._server_environment(index), restarts=SERVER_RESTARTS)
+        environment = self._server_environment(index)
+        # A registered server that is drained ends by itself.
+        return self._child(name, command, environment=environment, ends_by_itself=registered, may_restart=True)
 
     def teacher_servers(self) -> list[ChildSpec]:
         """Plan the teacher's server, if the launcher starts one: a plain server of a model that stays as it is."""
@@ -181,35 +201,39 @@ class _Builder:
         content: dict[str, Any] = {"host": LOOPBACK, "dtype": config.dtype, "max_model_len": config.max_model_len}
         # Said explicitly: VLLM_ENABLE_SHARED_WEIGHTS is meant for the policy's server.
         content |= {"gpu_memory_utilization": share, "seed": config.seed, "share_weights": False}
+        if teacher.gpu is None:
+            as_served = with_changes(config, _AS_TEACHER | {"model_name": teacher.model_name})
+            content |= self._cache(as_served, share, {**teacher.vllm, **flags.values})
+        content |= self._observability()
         content = merge(content | dict(teacher.vllm), flags.secret_values)
-        content |= {"model": teacher.model_name, "port": self.places.teacher_port}
+        content |= {"model": teacher.model_name, "port": self.endpoints.teacher_port}
         path = self._write(TEACHER, {VLLM: content})
         command = self._command(self.programs.vllm, path, flags.without_secrets().unprefixed(TEACHER_SERVER))
         own = {"LOGDIR": str(self.run.bridge / TEACHER)}
         if (gpu := teacher.gpu_beside(config.vllm_gpu)) is not None:
-            own["CUDA_VISIBLE_DEVICES"] = gpu
-        return [self._child(TEACHER, command, environment=self._environment() | own, restarts=SERVER_RESTARTS)]
+            own["CUDA_VISIBLE_DEVICES"] = gpu_names(gpu, os.environ, "--teacher.gpu")
+        return [self._child(TEACHER, command, environment=self._environment() | own, may_restart=True)]
 
     def final_server(self) -> ChildSpec:
         """Plan a plain server of the last checkpoint, under the name by which the environments know the model."""
         config = self.settings.trainer
         checkpoint = (config.save_path or self.run.root).absolute() / LATEST_CHECKPOINT
-        own: dict[str, Any] = {"model": str(checkpoint), "port": self.places.vllm_ports[0]}
+        own: dict[str, Any] = {"model": str(checkpoint), "port": self.endpoints.vllm_ports[0]}
         own["served_model_name"] = [self.model]
         if config.trains_adapter:
             own |= {"model": self._base, "adapter": str(checkpoint)}
         path = self._write(FINAL_SERVER, {VLLM: self._vllm_defaults(0) | self.settings.section(VLLM) | own})
         command = self._command(self.programs.vllm, path)
-        return self._child(FINAL_SERVER, command, environment=self._server_environment(0))
+        return self._child(FINAL_SERVER, command, environment=self._server_environment(0), may_restart=True)
 
     def _server_environment(self, index: int) -> dict[str, str]:
         own = {"LOGDIR": str(self._manifest.parent / server_name(index) if index else self._manifest.parent)}
-        if self.settings.trainer.vllm_gpu is not None:
-            own["CUDA_VISIBLE_DEVICES"] = str(self.settings.trainer.vllm_gpu + index)
+        if (gpus := self.settings.trainer.server_gpus(index)) is not None:
+            own["CUDA_VISIBLE_DEVICES"] = gpu_names(gpus, os.environ, "--vllm-gpu")
         return self._environment() | own
 
     def environment(self, entry: EnvironmentSettings) -> ChildSpec:
-        env = self._environment_defaults() | self._rollouts_to_read(entry) | dict(entry.env)
+        env = self._environment_defaults(entry) | self._rollouts_to_read(entry) | dict(entry.env)
         if entry.written_for is not None:
             env["server"] = entry.written_for
         if self.settings.reseeded and "seed" in env:
@@ -230,7 +254,7 @@ class _Builder:
         variables = self._environment() | self.wandb(entry.name)
         if "data_path" not in {*env, *env_flags.values}:
             variables.pop("HF_HUB_OFFLINE", None)  # the model is on this machine, the questions may not be
-        return self._child(entry.name, command, environment=variables, ends_by_itself=True)
+        return self._child(entry.name, command, environment=variables, ends_by_itself=True, may_restart=True)
 
     def _teacher_of(self, entry: EnvironmentSettings) -> tuple[Any, list[str]]:
         """Return an environment's `teacher` section and flags.
@@ -242,34 +266,32 @@ class _Builder:
             return given, []
         if self.teacher is not None and "base_url" not in given:
             typed = typed.without("model_name")
-            url = f"http://{LOOPBACK}:{self.places.teacher_port}"
+            url = f"http://{LOOPBACK}:{self.endpoints.teacher_port}"
             given = for_environment(given, url=url, model=self.teacher.model_name)
         address = () if "base_url" in typed.values else ("--teacher.base_url", str(given["base_url"]))
         return merge(given, typed.secret_values), [*address, *typed.without_secrets().arguments]
 
     def trainer(self) -> ChildSpec:
         config = self.settings.trainer
-        outlives = config.mode.server_outlives_publish
-        # The servers have them from the launcher; the trainer would warn that it has no use for them.
-        given = SERVER_FIELDS if outlives and self.places.vllm_ports else ()
+        outlives = config.servers_outlive_publish
+        # The launcher has used them, or said that they have no effect; the trainer would warn about each.
+        given = {*SERVER_FIELDS} if outlives else set[str]()
+        if config.registered_servers:
+            given |= {"vllm_host", "vllm_port", "start_vllm"}  # the servers' addresses are the broker's
         asked = config.model_dump(mode="json", exclude_unset=True, exclude={*LAUNCHER_FIELDS, *given})
         settled: dict[str, Any] = {
             "model_name": self.model,
             "weight_bridge_mode": config.weight_bridge_mode,
-            "atropos_url": self.places.broker_url,
+            "atropos_url": self.endpoints.broker_url,
             "run_dir": str(self.run.root),
             # The launcher has asked already, with the server's settings, which the trainer is not given.
             "fit": "off",
         }
-        if self.places.vllm_ports:
-            settled["vllm_port"] = self.places.vllm_ports[0]
-        if config.broadcasts or len(self.places.remote_urls) > 1:
-            settled["inference_urls"] = list(self.places.vllm_urls)
-        elif config.shares_memory:
-            settled["vllm_config_path"] = str(self._manifest)
+        if not config.registered_servers:
+            settled |= self._server_addresses()
         if not outlives and self._shares_with_teacher:
             settled["gpu_memory_utilization"] = self._memory_share()
-        if config.mode.awaits_policy and not config.num_inference_nodes:
+        if config.mode.awaits_policy and not config.num_inference_nodes and not config.registered_servers:
             settled["start_vllm"] = "never"
         path = self._write(TRAINER, {TRAINER: asked | settled})
         return self._child(
@@ -277,14 +299,26 @@ class _Builder:
             self._command(self.programs.trainer, path),
             environment=self._environment() | self.wandb(TRAINER),
             ends_by_itself=True,
+            may_restart=config.checkpoint_interval > 0,
+            why_final="" if config.checkpoint_interval else "with --checkpoint-interval 0 no checkpoint was written",
             # Not a failure: in other modes the trainer replaces its server, and W&B's service exits before the trainer.
             watch_descendants=outlives and not config.use_wandb,
         )
 
+    def _server_addresses(self) -> dict[str, Any]:
+        config, found = self.settings.trainer, dict[str, Any]()
+        if self.endpoints.vllm_ports:
+            found["vllm_port"] = self.endpoints.vllm_ports[0]
+        if config.broadcasts or len(self.endpoints.remote_urls) > 1:
+            found["inference_urls"] = list(self.endpoints.vllm_urls)
+        elif config.shares_memory:
+            found["vllm_config_path"] = str(self._manifest)
+        return found
+
     @property
     def _manifest(self) -> Path:
         named = self.settings.trainer.vllm_config_path
-        if named != "auto":
+        if named != "auto" and self.settings.trainer.shares_memory:
             return Path(named).absolute()
         return Path(os.environ.get("LOGDIR") or self.run.bridge).absolute() / MANIFEST_NAME
 
@@ -294,31 +328,12 @@ class _Builder:
         return str((self.run.root / BASE_DIRECTORY).absolute()) if self.settings.trainer.load_in_4bit else self.model
 
     def _vllm_defaults(self, index: int) -> dict[str, Any]:
-        config = self.settings.trainer
-        options: dict[str, Any] = {
-            "host": LOOPBACK,
-            "dtype": self._served_dtype(),
-            "max_model_len": config.max_model_len,
-            "gpu_memory_utilization": self._memory_share(),
-            "seed": config.seed + index,
-        }
-        if config.mode.shares_memory:
-            options["share_weights"] = config.shares_memory
-            options["await_policy"] = config.broadcasts
-        if config.trains_adapter:
-            options |= {"enable_lora": True, "max_lora_rank": served_rank(config.lora_r)}
-            options["max_loras"] = versions_kept(config.max_staleness)
-        if config.mode.awaits_policy:
-            options["await_policy"] = True
-        if config.load_in_4bit:
-            options |= {"tokenizer": self.model, "served_model_name": [self.model]}
-        if config.vllm_tensor_parallel_size > 1:
-            options["tensor_parallel_size"] = config.vllm_tensor_parallel_size
-        if config.vllm_quantization is not None:
-            options["quantization"] = config.vllm_quantization
-        if config.vllm_enable_sleep_mode:
-            options["enable_sleep_mode"] = True
-        return options
+        config = with_changes(self.settings.trainer, {"model_name": self.model})
+        own: dict[str, Any] = {"dtype": self._served_dtype(), "gpu_memory_utilization": self._memory_share()}
+        own |= self._cache(config, self._memory_share(), self.settings.section(VLLM))
+        if self.settings.trainer.load_in_4bit:
+            own |= {"tokenizer": self.model, "served_model_name": [self.model]}
+        return {"host": LOOPBACK} | server_settings(self.settings.trainer, index) | own | self._observability()
 
     def _served_dtype(self) -> str:
         """Return `--dtype`, or for `auto` the checkpoint's if it is known: vLLM's own lowers float32 to bfloat16."""
@@ -336,10 +351,29 @@ class _Builder:
         config = self.settings.trainer
         return config.gpu_memory_utilization / (servers_on_one_gpu(config) + self._shares_with_teacher)
 
-    def _environment_defaults(self) -> dict[str, Any]:
+    def _cache(self, config: TrainingOptions, share: float, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the size of a server's cache if its GPU is not its own, unless the server's own settings decide."""
+        if not _OVER_MEMORY.isdisjoint(given):
+            return {}
+        beside_server = servers_on_one_gpu(self.settings.trainer) > 1 or (
+            self.teacher is not None and self.teacher.gpu is None
+        )
+        found = cache_on_shared_gpu(config, share=share, beside_server=beside_server)
+        return {} if found is None else {"kv_cache_memory_bytes": found}
+
+    def _observability(self) -> dict[str, Any]:
+        """Return what the launcher was told about logs and traces, which holds for every program."""
+        return self.settings.trainer.model_dump(include={"log_format", "otlp_traces_endpoint"}, exclude_unset=True)
+
+    def _environment_defaults(self, entry: EnvironmentSettings) -> dict[str, Any]:
         config = self.settings.trainer
-        return {
-            "rollout_server_url": self.places.broker_url,
+        own = self._observability()
+        if config.metrics_port is not None:
+            # The trainer has this port, the environments those after it; 0 is any free port for each of them.
+            after = config.metrics_port and config.metrics_port + 1 + self.settings.environments.index(entry)
+            own |= {"metrics_port": after, "metrics_host": config.metrics_host}
+        return own | {
+            "rollout_server_url": self.endpoints.broker_url,
             "tokenizer_name": self.model,
             "total_steps": config.training_steps,
             "data_dir_to_save_evals": str(self.run.evals),
@@ -357,8 +391,10 @@ class _Builder:
         if isinstance(given, list):
             return [self._openai(server) for server in given]
         ours = {"model_name": self.model, "api_key": "none", "server_type": "vllm"}
-        servers = [{"base_url": f"{url}/v1"} | ours | dict(given) for url in self.places.vllm_urls]
         is_named = "base_url" in {*given, *self.settings.flags["openai"].values}
+        if self.settings.trainer.registered_servers and not is_named:
+            return ours | {"policy": self.settings.trainer.policy} | dict(given)
+        servers = [{"base_url": f"{url}/v1"} | ours | dict(given) for url in self.endpoints.vllm_urls]
         return servers[0] if is_named or len(servers) == 1 else servers
 
     def _environment(self) -> dict[str, str]:

@@ -24,7 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from atropos_api.client.events import count_drops, explain_drops
+from atropos_api.client.events import count_drops, explain_drops, explain_wait
 from atropos_api.common import metric_names as names
 from atropos_api.common.secrets import TokenSource
 from example_trainer.monitoring.trackers import MetricsTail, read_row
@@ -83,6 +83,8 @@ class Snapshot:
     marks: dict[str, float] = field(default_factory=dict)
     """Unix times of other events, for the run's timeline."""
     phase: str = "starting"
+    page_url: str = ""
+    """Address of the broker's live page; empty before the programs are planned."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     status: Mapping[str, Any] = field(default_factory=dict)
 
@@ -105,6 +107,12 @@ class Snapshot:
     def series(self, name: str) -> list[float]:
         """Return all values of a metric so far, in the order of the steps."""
         return [float(row[name]) for row in self.rows if isinstance(row.get(name), int | float)]
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Append steps; a trainer that has resumed trains some again, and their first rows are dropped."""
+        if rows:
+            first = rows[0].get(names.STEP, 0)
+            self.rows = [*(row for row in self.rows if row.get(names.STEP, 0) < first), *rows]
 
     def reach(self, milestone: str) -> None:
         if self.milestones.get(milestone, 0.0) is None:
@@ -133,13 +141,17 @@ class Feed:
     def poll(self) -> list[dict[str, Any]]:
         """Query everything that is due; return the rows of the steps trained since the last call."""
         rows = self._metrics.read()
-        self.snapshot.rows += rows
+        self.snapshot.add(rows)
         now = time.monotonic()
         ready = None not in self.snapshot.milestones.values()
         if now - self._asked_at >= (STATUS_INTERVAL_SECONDS if ready else READINESS_INTERVAL_SECONDS):
             self._asked_at = now
             self._ask()
         return rows
+
+    def read_status(self) -> Mapping[str, Any]:
+        """Return the broker's status now, or the last one if it does not answer."""
+        return self._broker.get_json("/v1/status") or self.snapshot.status
 
     def close(self) -> None:
         self._broker.close()
@@ -190,6 +202,7 @@ class PlainView:
     def __init__(self, out: IO[str]) -> None:
         self._out = out
         self._shown: set[str] = set()
+        self._page_url = ""
         self._phase = ""
         self._drops: list[str] = []
         self._drops_shown_at = float("-inf")
@@ -199,6 +212,9 @@ class PlainView:
             if reached_at is not None and name not in self._shown:
                 self._shown.add(name)
                 self._line(reached_at - snapshot.started_at, f"{name} ready")
+        if snapshot.page_url != self._page_url:
+            self._page_url = snapshot.page_url
+            self._line(snapshot.elapsed_seconds, f"page for a browser: {snapshot.page_url}")
         for row in rows:
             at = float(row.get("timestamp", time.time())) - snapshot.started_at
             self._line(at, step_line(row, snapshot))
@@ -247,9 +263,14 @@ def render(snapshot: Snapshot) -> RenderableType:
     head = Text.assemble(
         (snapshot.name, "bold"), f"  {snapshot.run_dir}  ", (f"{snapshot.elapsed_seconds:.0f} s", "dim")
     )
+    if snapshot.page_url:
+        head.append(f"  {snapshot.page_url}", style="dim")
     drops = [Text(line, style="yellow") for line in snapshot.drops]
-    steps = _steps(snapshot) if snapshot.rows else []
-    return Group(head, _milestones(snapshot), *steps, *drops)
+    if not snapshot.rows:
+        return Group(head, _milestones(snapshot), *drops)
+    found = explain_wait(snapshot.status)
+    waits = [Text(found, style="yellow")] if found else []
+    return Group(head, _milestones(snapshot), *_steps(snapshot), *waits, *drops)
 
 
 def step_line(row: dict[str, Any], snapshot: Snapshot) -> str:

@@ -2,6 +2,7 @@
 
 A run file has sections `trainer: api: vllm: env: openai: teacher:` (or `environments:`, a list), and `modes:`, which
 holds the trainer's settings that differ in a weight bridge mode: full weights and adapters need different rates.
+`modes_on_gpu:` holds those that differ besides where vLLM serves from a GPU.
 On the command line the trainer's flags have no prefix; those of the other programs have their section as a prefix
 (`--env.group_size 8`). Each program checks its own settings; only the trainer's and the launcher's are known here.
 """
@@ -10,25 +11,41 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import Field
 
-from atropos_api.common.cliconfig import ConfigError, check_keys, load_config, nearest, read_config_file
+from atropos_api.common.cliconfig import (
+    RUN_FILE_SECTIONS,
+    ConfigError,
+    check_keys,
+    load_config,
+    nearest,
+    read_config_file,
+)
 from atropos_api.common.secrets import redact, redact_arguments
 from example_trainer.config import TrainingConfig
 from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, read_environments
-from example_trainer.launcher.teacher import TEACHER, TEACHER_SERVER, check_teacher
+from example_trainer.launcher.teacher import TEACHER, TEACHER_SERVER, check_teacher, own_teacher, unused_distillation
+from example_trainer.options.layout import BadLayout, DistributedLayout
 from example_trainer.options.modes import BridgeMode
 from example_trainer.options.presets import hand_on_environment_options
+from example_trainer.options.publish import THIS_HOST
+from example_trainer.options.without_effect import SERVER_FIELDS, settings_without_effect
+from example_trainer.processes.gpus import serves_from_gpu
+from example_trainer.processes.tree import PACKAGE_ROOT
+
+RUN_FILES = PACKAGE_ROOT / "example_trainer" / "configs"
+"""The folder of the run files that come with the package."""
 
 PREFIXED_SECTIONS = ("api", "vllm", "env", "openai", TEACHER)
+PLACEMENT = "placement"
 FLAG_SECTIONS = (*PREFIXED_SECTIONS, TEACHER_SERVER)
-SECTIONS = ("trainer", *PREFIXED_SECTIONS, "environments", "modes")
 PROG = "atropos-grpo-run"
 _DEFAULT_MODE: BridgeMode = "shared_vllm"
 
@@ -51,9 +68,19 @@ class RunConfig(TrainingConfig):
     progress: Literal["auto", "live", "plain"] = Field(
         "auto", description="live: one view that is redrawn; plain: one line per step; auto: live on a terminal."
     )
+    max_restarts: int = Field(
+        5, ge=0, description="Times that each program is restarted within --restart-window before the run ends."
+    )
+    restart_window: float = Field(600.0, gt=0.0, description="Seconds for which a restart counts.")
     cost_per_hour: float | None = Field(
         None, ge=0.0, description="Price of all machines per hour, in any currency: the summary then tells the cost."
     )
+
+    @property
+    def remote_servers(self) -> tuple[str, ...]:
+        """The addresses of the inference servers that the launcher does not start; none if it starts its own."""
+        starts = self.broadcasts and not self.inference_urls and self.vllm_host in THIS_HOST
+        return () if starts or not self.num_inference_nodes or self.registered_servers else self.server_urls
 
 
 LAUNCHER_FIELDS = frozenset(RunConfig.model_fields) - frozenset(TrainingConfig.model_fields)
@@ -106,8 +133,10 @@ class RunSettings:
     sections: Mapping[str, Mapping[str, Any]]
     flags: Mapping[str, SectionFlags]
     environments: tuple[EnvironmentSettings, ...]
+    layout: DistributedLayout | None = None
+    """The layout of the `placement` section."""
     remarks: tuple[str, ...] = ()
-    """Sentences on what a preset has chosen, or could not set here."""
+    """Sentences on what a preset has chosen, or could not set here, and on settings without effect."""
     reseeded: bool = False
     """True if `--seed` overrides the files: it then applies to every environment whose settings hold a seed."""
 
@@ -127,8 +156,10 @@ def read_settings(argv: Sequence[str]) -> RunSettings:
     own, flags = split_section_flags(hand_on_environment_options(argv))
     trainer, own, paths = trainer_settings(own, default_mode=_DEFAULT_MODE)
     sections: dict[str, Any] = {}
+    layout: DistributedLayout | None = None
     for path in paths:
         sections = merge(sections, read_sections(path))
+        layout = _layout_in(path) or layout
     config = load_config(RunConfig, own, prog=PROG, description=DESCRIPTION, defaults=trainer)
     environments, remarks = read_environments(
         sections,
@@ -141,11 +172,24 @@ def read_settings(argv: Sequence[str]) -> RunSettings:
         sections={name: sections.get(name) or {} for name in PREFIXED_SECTIONS},
         flags=flags,
         environments=environments,
+        layout=layout,
         remarks=remarks,
         reseeded="seed" in config.model_fields_set and config.seed != trainer.get("seed"),
     )
     check_teacher(settings)
-    return settings
+    return replace(settings, remarks=(*remarks, *without_effect(settings)))
+
+
+def without_effect(settings: RunSettings, *used: str) -> list[str]:
+    """Return a sentence for each of the trainer's settings that was changed and has no effect in this launch.
+
+    `used` names further options of the server that the caller makes use of.
+    """
+    # A teacher's server takes its settings from those of the policy's.
+    config = settings.trainer
+    starts = (not config.remote_servers and config.local_servers > 0) or own_teacher(settings) is not None
+    found = settings_without_effect(config, is_launched=True, used=SERVER_FIELDS if starts else ("log_dir", *used))
+    return [*found, *unused_distillation(settings)]
 
 
 def trainer_settings(argv: Sequence[str], *, default_mode: str = "none") -> tuple[dict[str, Any], list[str], list[str]]:
@@ -154,11 +198,54 @@ def trainer_settings(argv: Sequence[str], *, default_mode: str = "none") -> tupl
     settings: dict[str, Any] = {}
     for path in paths:
         settings |= read_config_file(TrainingConfig, path, section="trainer")
+        settings |= _sizes_of(_layout_in(path), settings, where=f"--config {path}, placement")
     mode = _requested_mode(own) or settings.get("weight_bridge_mode", default_mode)
     for path in paths:
-        differing = (read_sections(path).get("modes") or {}).get(mode) or {}
-        settings |= check_keys(TrainingConfig, differing, where=f"--config {path}, modes.{mode}")
+        sections = read_sections(path)
+        on_gpu = ("modes_on_gpu",) if sections.get("modes_on_gpu") and serves_from_gpu(os.environ) else ()
+        for section in ("modes", *on_gpu):
+            differing = (sections.get(section) or {}).get(mode) or {}
+            settings |= check_keys(TrainingConfig, differing, where=f"--config {path}, {section}.{mode}")
     return settings, own, paths
+
+
+def _layout_in(path: str) -> DistributedLayout | None:
+    """Return the layout of the file's `placement` section, if it has one."""
+    section = read_sections(path).get(PLACEMENT)
+    if not section:
+        return None
+    try:
+        return DistributedLayout.from_section(section)
+    except BadLayout as error:
+        raise ConfigError(f"--config {path}, {PLACEMENT}: {error}") from error
+
+
+def _sizes_of(layout: DistributedLayout | None, settings: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Return the trainer's settings that a layout decides; raise `ConfigError` if they are given differently."""
+    if layout is None:
+        return {}
+    sizes = {
+        "world_size": layout.world_size,
+        "trainer_tensor_parallel_size": layout.actor_tp_size,
+        "vllm_tensor_parallel_size": layout.rollout_tp_size,
+    }
+    for name, size in sizes.items():
+        if settings.get(name, size) != size:
+            raise ConfigError(f"{where} has a size of {size} for trainer.{name}, which is {settings[name]}")
+    return sizes
+
+
+def find_run_file(name: str) -> str:
+    """Return the path of a run file: that file if there is one, else the one of this name that the package brings."""
+    if Path(name).exists():
+        return name
+    shipped = {path.stem: path for path in RUN_FILES.glob("*.yaml")}
+    if name in shipped:
+        return str(shipped[name])
+    stem = Path(name).stem
+    proposal = f", did you mean {stem}?" if stem in shipped else nearest(stem, shipped)
+    shipped_names = ", ".join(sorted(shipped))
+    raise ConfigError(f"--config {name}: no such file{proposal or '.'} These come with the package: {shipped_names}")
 
 
 def _requested_mode(argv: Sequence[str]) -> str | None:
@@ -189,11 +276,11 @@ def split_section_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, Secti
 def read_sections(path: str) -> dict[str, Any]:
     """Return the sections of a run file other than the trainer's; empty for a file without sections."""
     content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    if not set(SECTIONS) & set(content):
+    if not set(RUN_FILE_SECTIONS) & set(content):
         return {}
     for key, value in content.items():
-        if key not in SECTIONS:
-            raise ConfigError(f"--config {path}: unknown section {key!r}{nearest(str(key), SECTIONS)}")
+        if key not in RUN_FILE_SECTIONS:
+            raise ConfigError(f"--config {path}: unknown section {key!r}{nearest(str(key), RUN_FILE_SECTIONS)}")
         has_form, words = _FORMS.get(key, (_is_mapping, "settings"))
         if value is not None and not has_form(value):
             shown = json.dumps(redact(value), default=str)
@@ -231,6 +318,7 @@ _FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     TEACHER: (_is_server, "settings, or a list of them"),
     "environments": (_is_environments, "a list of settings, each with file, env, openai and teacher"),
     "modes": (_is_modes, "settings by weight bridge mode"),
+    "modes_on_gpu": (_is_modes, "settings by weight bridge mode"),
 }
 """Check of the form of each section that is more than settings, and the form's name in messages."""
 
@@ -292,12 +380,12 @@ def _split_config_paths(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     waiting = iter(argv)
     for argument in waiting:
         if argument.startswith("--config="):
-            paths.append(argument.partition("=")[2])
+            paths.append(find_run_file(argument.partition("=")[2]))
         elif argument == "--config":
             path = next(waiting, None)
             if path is None:
                 raise ConfigError("--config needs the path of a YAML file")
-            paths.append(path)
+            paths.append(find_run_file(path))
         else:
             rest.append(argument)
     return paths, rest

@@ -22,6 +22,7 @@ from atropos_api.common.errors import AtroposError
 from atropos_api.common.files import replace_whole, write_whole
 from environments.sdk.group_files import write_page
 from example_trainer.errors import TrainerError
+from example_trainer.launcher.data_use import data_lines, read_data_use, trained_length
 from example_trainer.launcher.run_dir import TIMELINE_NAME
 from example_trainer.launcher.totals import Totals, count_totals, total_lines
 from example_trainer.monitoring.trackers import EVENTS_FILE, ROLLOUTS, MetricsTail
@@ -57,6 +58,10 @@ class Summary:
     """Signs of trouble, each with the step at which it appeared."""
     split_seconds: Mapping[str, float] = field(default_factory=dict)
     totals: Totals = field(default_factory=Totals)
+    data: tuple[Mapping[str, Any], ...] = ()
+    """The broker's counts of items and groups, by environment."""
+    trained_length: float | None = None
+    """Mean length of all trained answers, in tokens."""
 
     def write(self, run_dir: Path) -> None:
         write_whole(run_dir / SUMMARY_NAME, json.dumps(asdict(self), indent=2) + "\n")
@@ -92,6 +97,8 @@ def summarise(
         signs=read_signs(run_dir),
         split_seconds=split_times(timeline, launched) if timeline and launched else {},
         totals=count_totals(rows, timeline, cost_per_hour),
+        data=read_data_use(run_dir),
+        trained_length=trained_length(rows),
     )
 
 
@@ -183,6 +190,7 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
             _text(summary.good_reward_after_seconds, "{:.1f} s") + _text(summary.good_reward_step, " (step {})"),
         ),
         *total_lines(summary.totals),
+        *data_lines(summary.data, summary.trained_length),
         ("signs of trouble", ", ".join(summary.signs)),
         ("time, in all " + _text(sum(summary.split_seconds.values()), "{:.1f} s"), split),
     ]

@@ -1,8 +1,8 @@
 """Starts the programs of a run, notices when one ends, and ends them all, leaving nothing behind.
 
 Each child has a session and process group of its own and writes to a log file; the kernel kills it when the launcher
-ends. No process is ever ended by name or port. `check` is called from the launcher's loop and raises `ChildFailed` as
-soon as a program, or a long-lived process of a program, has ended that should be running.
+ends. No process is ever ended by name or port. `failed` is called from the launcher's loop and returns each program
+that has ended, or has lost a long-lived process, although it should be running; `restarts` decides about it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -103,36 +102,36 @@ class Supervisor:
         self._children[spec.name] = child
         return child
 
-    def check(self) -> None:
-        """Raise `ChildFailed` if a child, or a long-lived process of one, ended that should be running."""
+    def failed(self) -> list[Child]:
+        """Return the children that ended, or lost a long-lived process, although they should be running."""
         if any(child.has_failed for child in self):
             time.sleep(0.3)  # failures that follow from the first one are reported in the same message
-            raise self._failure([child for child in self if child.has_failed])
+            return [child for child in self if child.has_failed]
         self._note_shared_memory()
         now = time.monotonic()
         if now - self._observed_at >= OBSERVE_INTERVAL_SECONDS:
             self._observed_at = now
             self._observe(now)
-        if broken := [child for child in self if child.is_broken(now)]:
-            raise self._failure(broken)
+        return [child for child in self if child.is_broken(now)]
 
-    def restart_failed(self) -> list[str]:
-        """End what is left of each failed program that may be restarted, and restart it; return a line for each."""
-        now = time.monotonic()
-        failed = [child for child in self if child.spec.restarts and (child.has_failed or child.is_broken(now))]
-        failures = [f"{child.name} {_end_of(child)}; {_restart_of(child)}" for child in failed]
-        for child in failed:
-            self.stop(child.name, grace_seconds=FAILURE_GRACE_SECONDS)
-            self.start(replace(child.spec, restarts=child.spec.restarts - 1), restarted=child.restarted + 1)
-        return failures
+    def failure(self, children: Sequence[Child], *, note: str = "") -> ChildFailed:
+        """Return the error that reports these failures: one line for refusals, else the last lines of each log."""
+        refused = [child for child in children if child.exit_code in EXPLAINED_IN_ONE_LINE]
+        if refused and len(refused) == len(children):
+            return ChildFailed("; ".join(_refusal(child) for child in refused), exit_code=refused[0].exit_code or 1)
+        return ChildFailed("\n".join(_report(child, note) for child in children), exit_code=1)
 
     def wait_for_end(self, child: Child, on_tick: Callable[[], None]) -> None:
         """Wait until a program ends, calling `on_tick` meanwhile; raise `ChildFailed` if it or another one fails."""
         while child.exit_code is None:
             on_tick()
-            self.check()
+            self._check()
             time.sleep(0.1)
-        self.check()
+        self._check()
+
+    def _check(self) -> None:
+        if failed := self.failed():
+            raise self.failure(failed)
 
     def forget(self, name: str) -> None:
         """Stop watching a program that has ended."""
@@ -159,6 +158,7 @@ class Supervisor:
             self._guardian = None
 
     def _running_processes(self) -> list[psutil.Process]:
+        self._note_shared_memory()  # one that was just starting may map a segment while it is told to end
         for child in self:
             child.process.poll()  # collects the exit, so that it does not linger as a zombie
         self._reap(children_by_parent())
@@ -215,12 +215,6 @@ class Supervisor:
         guardian = [self._guardian.pid] if self._guardian is not None else []
         reap_adopted([*(child.process.pid for child in self), *guardian], table)
 
-    def _failure(self, children: list[Child]) -> ChildFailed:
-        refused = [child for child in children if child.exit_code in EXPLAINED_IN_ONE_LINE]
-        if refused and len(refused) == len(children):
-            return ChildFailed("; ".join(_refusal(child) for child in refused), exit_code=refused[0].exit_code or 1)
-        return ChildFailed("\n".join(_report(child) for child in children), exit_code=1)
-
 
 def _is_short_task(process: psutil.Process, child: Child) -> bool:
     try:
@@ -248,19 +242,15 @@ def _refusal(child: Child) -> str:
     return f"{child.name}: {lines[-1] if lines else f'exited {child.exit_code} without a message'}"
 
 
-def _report(child: Child) -> str:
+def _report(child: Child, note: str) -> str:
     code, tail = child.exit_code, child.last_lines()
     why = "" if code is not None and code < 0 else reason(tail)
     lines = "".join(f"\n  {line}" for line in tail)
-    return f"{child.name} {_end_of(child)}{why}; the end of {child.log_path}:{lines}"
+    told = f" ({note})" if note else ""
+    return f"{child.name} {describe_end(child)}{why}{told}; the end of {child.log_path}:{lines}"
 
 
-def _restart_of(child: Child) -> str:
-    number = child.restarted + 1
-    return f"restart {number} of {child.restarted + child.spec.restarts}"
-
-
-def _end_of(child: Child) -> str:
+def describe_end(child: Child) -> str:
     """Describe how a program ended, or which process it lost, and after how many seconds."""
     code = child.exit_code
     seconds = time.monotonic() - child.started_at

@@ -93,3 +93,15 @@ def _refuse_unlearnt(config: RunConfig) -> None:
         raise ConfigError(
             "teacher: the trainer would not learn from its logprobs; add --distill forward_kl (or reverse_kl)"
         )
+
+
+def unused_distillation(settings: RunSettings) -> list[str]:
+    """Return a sentence if the trainer is to learn from a teacher, and no environment of this launch has one."""
+    form, environments = settings.trainer.distill, settings.environments
+    if form == "none" or not environments or any(entry.teacher is not None for entry in environments):
+        return []
+    text = (
+        f"--distill {form} has no effect unless groups carry distill_token_ids: no environment of this launch has a "
+        f"teacher; name one with {MODEL_FLAG} and --env distill_server.py"
+    )
+    return [text]

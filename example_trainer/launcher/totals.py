@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from atropos_api.common import metric_names as names
+from example_trainer.processes.gpus import DEVICES, count_gpus
 
 CPU_SECONDS, GPUS = "cpu_seconds", "gpus"
-"""Keys of the timeline beside its Unix times."""
+"""Keys of a run's timeline file; its other keys name events, with their Unix times."""
 SECONDS_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """The totals of one run; what its metrics do not tell is None."""
+    """The totals of one run; a number that its metrics do not contain is None."""
 
     generated_tokens: int | None = None
     """Tokens sampled in all batches, also those that were not trained."""
@@ -67,13 +68,10 @@ def count_totals(
     )
 
 
-def processor_use(devices: Path = Path("/dev")) -> dict[str, float]:
+def processor_use(devices: Path = DEVICES) -> dict[str, float]:
     """Return the CPU time of this process and all that it started and has waited for, and the number of its GPUs."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = len([each for each in devices.glob("nvidia*") if each.name.removeprefix("nvidia").isdigit()])
-    if chosen is not None:
-        gpus = min(gpus, len([each for each in chosen.split(",") if each.strip() not in {"", "-1"}]))
+    gpus = count_gpus(os.environ, devices)
     return {CPU_SECONDS: round(sum(each.ru_utime + each.ru_stime for each in used), 2), GPUS: float(gpus)}
 
 

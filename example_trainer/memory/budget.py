@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from example_trainer.memory.shapes import ADAPTED_BY_DEFAULT, DTYPE_BYTES, ModelShape
 from example_trainer.options.layer_indices import parse_layer_indices
-from example_trainer.options.publish import served_rank, versions_kept
+from example_trainer.options.publish import served_rank
 from example_trainer.options.training_options import TrainingOptions
 
 OPTIMIZER_STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0, "adafactor": 0.02}
@@ -114,7 +114,8 @@ def budget(shape: ModelShape, config: TrainingOptions, *, server_bytes: float, t
         working=working,
         runtime=RUNTIME_BYTES * (1 + bool(server_bytes) + bool(teacher_bytes)),
         teacher=teacher_bytes,
-        host=masters + gradients + states if on_host else 0.0,
+        # Beside the gradients in fp32 a pinned copy of each in the dtype in which it arrives.
+        host=masters + gradients + states + (0 if is_sharded else served * held) if on_host else 0.0,
     )
 
 
@@ -152,16 +153,31 @@ def server_needs(
 
     Several servers on this GPU, which divide `--gpu-memory-utilization` among them, count together.
     """
+    cache = _cache_bytes(shape, config, cached_tokens)
+    servers = max(1, config.local_servers) if config.vllm_gpu is None else 1
+    return servers * (_served_tensors(shape, config) + cache + workspace_bytes)
+
+
+def server_cache(shape: ModelShape, config: TrainingOptions, *, share_bytes: float) -> float | None:
+    """Return the bytes of one server's cache that fill its share of each GPU; None if they hold no whole sequence."""
+    cache = share_bytes - _served_tensors(shape, config) - SERVER_WORKSPACE_BYTES
+    return cache if cache >= _cache_bytes(shape, config, config.max_model_len) else None
+
+
+def _served_tensors(shape: ModelShape, config: TrainingOptions) -> float:
+    """Return the bytes of one server's weights and adapters on each of its GPUs."""
     served = served_bytes(shape, config)
     weight_bytes = served if config.vllm_quantization is None else QUANTISED_BYTES.get(config.vllm_quantization, 0.5)
     adapters = 0
     if config.trains_adapter:
-        kept = versions_kept(config.max_staleness) if config.weight_bridge_mode == "lora_only" else 1
+        kept = config.served_adapters
         adapters = kept * shape.layers * adapter_parameters(shape, served_rank(config.lora_r), ["all-linear"])
-    cache = shape.cache_bytes_per_token(served) * cached_tokens
-    split = (weight_bytes * shape.parameters + served * adapters + cache) / config.vllm_tensor_parallel_size
-    servers = config.num_inference_nodes if config.broadcasts and config.vllm_gpu is None else 1
-    return servers * (split + workspace_bytes)
+    return (weight_bytes * shape.parameters + served * adapters) / config.vllm_tensor_parallel_size
+
+
+def _cache_bytes(shape: ModelShape, config: TrainingOptions, tokens: int) -> float:
+    per_token = shape.cache_bytes_per_token(served_bytes(shape, config))
+    return per_token * tokens / config.vllm_tensor_parallel_size
 
 
 def _own_weights(shape: ModelShape, config: TrainingOptions, served: int, trained: int) -> float:

@@ -1,4 +1,4 @@
-"""The nearest configuration that fits a card, and the one line that says why another does not.
+"""The nearest configuration that fits a GPU, and the one line that says why another does not.
 
 Changes are tried from the most to the least exact. The outer order is that of the weights: as given, 8-bit states,
 weights in bf16 without masters, masters in host memory, and Adafactor. For each of them those changes are tried that
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from atropos_api.common.option_flags import flag
 from example_trainer.errors import BadLayerFilter
 from example_trainer.memory.budget import Budget, budget, server_needs
-from example_trainer.memory.shapes import ModelShape, local_shape
+from example_trainer.memory.shapes import ModelShape
 from example_trainer.options.conflicts import reason_to_refuse
 from example_trainer.options.layer_indices import parse_layer_indices
 from example_trainer.options.training_options import TrainingOptions
@@ -62,7 +62,7 @@ class ServerShares:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Card:
+class Gpu:
     """The GPU of a trainer process, with vLLM's share of it."""
 
     total_bytes: float
@@ -87,30 +87,19 @@ class Card:
         return self.share * self.servers.teacher_part + self.servers.teacher_share
 
 
-def reason_not_to_fit(config: TrainingOptions, *, card_bytes: float, vllm_share: float) -> str | None:
-    """Return in one line why the run does not fit a GPU of `card_bytes` of which vLLM takes `vllm_share` (0 to 1).
-
-    None means that it fits, or that nothing is known: the model's config.json is not on this machine.
-    """
-    shape = local_shape(config.model_name)
-    return None if shape is None else explain(shape, config, Card(total_bytes=card_bytes, share=vllm_share))
-
-
-def explain(shape: ModelShape, config: TrainingOptions, card: Card) -> str | None:
+def explain(shape: ModelShape, config: TrainingOptions, gpu: Gpu) -> str | None:
     """Return the reason why a configuration does not fit, with the nearest one that does; None if it fits."""
-    if fits(shape, config, card):
+    if fits(shape, config, gpu):
         return None
-    problem = _problem(shape, config, card)
-    if found := nearest(shape, config, card):
+    problem = _problem(shape, config, gpu)
+    if found := nearest(shape, config, gpu):
+        return f"{problem}; {_fitting(shape, config, gpu, found)}, or let --fit auto choose; --fit off skips this check"
+    if found := nearest(shape, config, gpu, trainings=OTHER_TRAININGS):
         return (
-            f"{problem}; {_fitting(shape, config, card, found)}, or let --fit auto choose; --fit off skips this check"
-        )
-    if found := nearest(shape, config, card, trainings=OTHER_TRAININGS):
-        return (
-            f"{problem}; no flag makes this training fit, but {_fitting(shape, config, card, found)}; "
+            f"{problem}; no flag makes this training fit, but {_fitting(shape, config, gpu, found)}; "
             "--fit off skips this check"
         )
-    teacher = "another one for the teacher (--teacher.gpu), " if card.teacher_share else ""
+    teacher = "another one for the teacher (--teacher.gpu), " if gpu.teacher_share else ""
     return (
         f"{problem}; nothing that this trainer can change fits: take a larger GPU, another one for vLLM (--vllm-gpu), "
         f"{teacher}several ranks (torchrun), shorter sequences or a smaller model; --fit off skips this check"
@@ -118,7 +107,7 @@ def explain(shape: ModelShape, config: TrainingOptions, card: Card) -> str | Non
 
 
 def nearest(
-    shape: ModelShape, config: TrainingOptions, card: Card, *, trainings: Sequence[Changes] | None = None
+    shape: ModelShape, config: TrainingOptions, gpu: Gpu, *, trainings: Sequence[Changes] | None = None
 ) -> dict[str, Any] | None:
     """Return the smallest changes with which a configuration fits, {} if it does as it is; None if none is enough.
 
@@ -137,31 +126,31 @@ def nearest(
                 if changes and _is_refused(shape, changed):
                     continue
                 if lowers_share:
-                    share = _other_share(shape, changed, card)
+                    share = _other_share(shape, changed, gpu)
                     if share is None:
                         continue
                     changes |= {"gpu_memory_utilization": share}
-                if fits(shape, with_changes(config, changes), card_after(changes, card)):
+                if fits(shape, with_changes(config, changes), gpu_after(changes, gpu)):
                     return changes
     return None
 
 
-def fits(shape: ModelShape, config: TrainingOptions, card: Card) -> bool:
+def fits(shape: ModelShape, config: TrainingOptions, gpu: Gpu) -> bool:
     """Return True if trainer and server fit together, and the server's weights and one sequence fit its share."""
-    needed = budget_on(shape, config, card)
-    if card.host_bytes is not None and needed.host > card.host_bytes * USABLE_FRACTION:
+    needed = budget_on(shape, config, gpu)
+    if gpu.host_bytes is not None and needed.host > gpu.host_bytes * USABLE_FRACTION:
         return False
-    return needed.total <= card.usable_bytes and _lacks_in_share(shape, config, card) <= 0
+    return needed.total <= gpu.usable_bytes and _lacks_in_share(shape, config, gpu) <= 0
 
 
-def budget_on(shape: ModelShape, config: TrainingOptions, card: Card) -> Budget:
-    policy, teacher = card.policy_share * card.total_bytes, card.teacher_share * card.total_bytes
+def budget_on(shape: ModelShape, config: TrainingOptions, gpu: Gpu) -> Budget:
+    policy, teacher = gpu.policy_share * gpu.total_bytes, gpu.teacher_share * gpu.total_bytes
     return budget(shape, config, server_bytes=policy, teacher_bytes=teacher)
 
 
-def least_share(shape: ModelShape, config: TrainingOptions, card_bytes: float) -> float:
+def least_share(shape: ModelShape, config: TrainingOptions, gpu_bytes: float) -> float:
     """Return the share below which vLLM surely cannot start: the weights, and a cache of one sequence."""
-    return server_needs(shape, config, cached_tokens=config.max_model_len, workspace_bytes=0.0) / card_bytes
+    return server_needs(shape, config, cached_tokens=config.max_model_len, workspace_bytes=0.0) / gpu_bytes
 
 
 def with_changes(config: OptionsT, changes: Changes) -> OptionsT:
@@ -169,9 +158,9 @@ def with_changes(config: OptionsT, changes: Changes) -> OptionsT:
     return config.model_copy(update=dict(changes))
 
 
-def card_after(changes: Changes, card: Card) -> Card:
-    """Return the card with the share that the changes give vLLM."""
-    return replace(card, share=changes.get("gpu_memory_utilization", card.share))
+def gpu_after(changes: Changes, gpu: Gpu) -> Gpu:
+    """Return the GPU with the share that the changes give vLLM."""
+    return replace(gpu, share=changes.get("gpu_memory_utilization", gpu.share))
 
 
 def as_flags(changes: Changes) -> str:
@@ -195,31 +184,31 @@ def parts(needed: Budget) -> str:
     return ", ".join(f"{name} {part / GB:.1f}" for name, part in named.items() if part >= GB / 10)
 
 
-def _problem(shape: ModelShape, config: TrainingOptions, card: Card) -> str:
-    on = f"on a GPU of {card.total_bytes / GB:.1f} GB"
-    needed = budget_on(shape, config, card)
-    if needed.total > card.usable_bytes:
+def _problem(shape: ModelShape, config: TrainingOptions, gpu: Gpu) -> str:
+    on = f"on a GPU of {gpu.total_bytes / GB:.1f} GB"
+    needed = budget_on(shape, config, gpu)
+    if needed.total > gpu.usable_bytes:
         return f"{config.model_name} needs {needed.total / GB:.1f} GB {on} ({parts(needed)})"
-    if (lacking := _lacks_in_share(shape, config, card)) > 0:
-        divided = f", of which the policy's part is {card.policy_share:g}," if card.servers.policy_part < 1 else ""
+    if (lacking := _lacks_in_share(shape, config, gpu)) > 0:
+        divided = f", of which the policy's part is {gpu.policy_share:g}," if gpu.servers.policy_part < 1 else ""
         return (
-            f"--gpu-memory-utilization {card.share:g}{divided} {on} lacks {lacking / GB:.1f} GB for the served weights "
+            f"--gpu-memory-utilization {gpu.share:g}{divided} {on} lacks {lacking / GB:.1f} GB for the served weights "
             f"and one sequence of {config.max_model_len} tokens"
         )
-    host = card.host_bytes or 0.0
+    host = gpu.host_bytes or 0.0
     return f"--master-weights host needs {needed.host / GB:.1f} GB of host memory, and there are {host / GB:.1f}"
 
 
-def _fitting(shape: ModelShape, config: TrainingOptions, card: Card, changes: Changes) -> str:
-    needed = budget_on(shape, with_changes(config, changes), card_after(changes, card))
+def _fitting(shape: ModelShape, config: TrainingOptions, gpu: Gpu, changes: Changes) -> str:
+    needed = budget_on(shape, with_changes(config, changes), gpu_after(changes, gpu))
     host = f" and {needed.host / GB:.1f} GB of host memory" if needed.host else ""
     return f"{as_flags(changes)} fits ({needed.total / GB:.1f} GB{host})"
 
 
-def _lacks_in_share(shape: ModelShape, config: TrainingOptions, card: Card) -> float:
-    if not card.share or not card.share_can_change:
+def _lacks_in_share(shape: ModelShape, config: TrainingOptions, gpu: Gpu) -> float:
+    if not gpu.share or not gpu.share_can_change:
         return 0.0
-    return (least_share(shape, config, card.total_bytes) - card.policy_share) * card.total_bytes
+    return (least_share(shape, config, gpu.total_bytes) - gpu.policy_share) * gpu.total_bytes
 
 
 def _can_be_made(weights: Changes, shape: ModelShape) -> bool:
@@ -256,14 +245,14 @@ def _without_effect_on_results(config: TrainingOptions) -> Iterator[Changes]:
         yield {**checkpointing, "token_budget": tokens}
 
 
-def _other_share(shape: ModelShape, config: TrainingOptions, card: Card) -> float | None:
+def _other_share(shape: ModelShape, config: TrainingOptions, gpu: Gpu) -> float | None:
     """Return the share nearest to vLLM's that leaves the trainer enough and is comfortable; None if there is none."""
-    if not card.share or not card.share_can_change:
+    if not gpu.share or not gpu.share_can_change:
         return None
-    servers, total = card.servers, card.total_bytes
-    left = card.usable_bytes - budget_on(shape, config, card).trainer - servers.teacher_share * total
+    servers, total = gpu.servers, gpu.total_bytes
+    left = gpu.usable_bytes - budget_on(shape, config, gpu).trainer - servers.teacher_share * total
     room = math.floor(100 * left / (total * (servers.policy_part + servers.teacher_part))) / 100
     needed = server_needs(shape, config, cached_tokens=CACHED_SEQUENCES * config.max_model_len)
     comfortable = math.ceil(100 * needed / (total * servers.policy_part)) / 100
-    share = min(room, max(comfortable, card.share))
-    return share if comfortable <= share != card.share else None
+    share = min(room, max(comfortable, gpu.share))
+    return share if comfortable <= share != gpu.share else None

@@ -13,23 +13,24 @@ from dataclasses import dataclass, field, replace
 import psutil
 
 from example_trainer.errors import DoesNotFit
+from example_trainer.memory.budget import RUNTIME_BYTES, server_cache
 from example_trainer.memory.fit import (
     GB,
-    Card,
+    USABLE_FRACTION,
     Changes,
+    Gpu,
     ServerShares,
     as_flags,
     budget_on,
-    card_after,
     explain,
+    gpu_after,
     least_share,
     nearest,
     with_changes,
 )
 from example_trainer.memory.shapes import ModelShape, local_shape
 from example_trainer.options.training_options import TrainingOptions
-from example_trainer.processes.ports import THIS_HOST
-from example_trainer.processes.tree import gpu_memory_bytes
+from example_trainer.processes.gpus import gpu_memory_bytes, gpu_names, serves_from_gpu, visible_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,24 +57,47 @@ def preflight(
     if config.fit == "off":
         return Choice()
     environment = os.environ if environment is None else environment
-    gpu = trainer_gpu(config)
-    total_bytes = card_bytes(config, gpu)
+    gpu_index = trainer_gpu(config)
+    total_bytes = gpu_bytes(config, gpu_index)
     shape = None if total_bytes is None else local_shape(config.model_name)
     if total_bytes is None or shape is None:
         return Choice()
-    shares_gpu = serves_on(gpu, config, environment)
-    card = card_of(shape, config, total_bytes, shares_gpu=shares_gpu, starts_server=starts_server)
+    shares_gpu = serves_on(gpu_index, config, environment)
+    gpu = gpu_of(shape, config, total_bytes, shares_gpu=shares_gpu, starts_server=starts_server)
     if servers is not None:
-        card = replace(card, servers=servers)
-    found = nearest(shape, config, card) if config.fit == "auto" else None
+        gpu = replace(gpu, servers=servers)
+    found = nearest(shape, config, gpu) if config.fit == "auto" else None
     if found is None:
-        if reason := explain(shape, config, card):
+        if reason := explain(shape, config, gpu):
             raise DoesNotFit(reason)
         return Choice()
-    needed = budget_on(shape, with_changes(config, found), card_after(found, card))
+    needed = budget_on(shape, with_changes(config, found), gpu_after(found, gpu))
     said = as_flags(found) or "no flag, since it fits as it is"
     of = f"{needed.total / GB:.1f} of {total_bytes / GB:.1f} GB on the GPU"
     return Choice(changes=found, sentence=f"--fit auto chose {said} ({of})")
+
+
+def cache_on_shared_gpu(
+    config: TrainingOptions, *, share: float, beside_server: bool, environment: Mapping[str, str] | None = None
+) -> int | None:
+    """Return the bytes of KV cache for a server that has `share` of a GPU on which other processes allocate too.
+
+    `beside_server` says if another server is one of them.
+
+    vLLM by itself gives its cache what a trial run leaves of the share, and counts for that run whatever the GPU's free
+    memory shrinks by meanwhile: a trainer that loads its model, or a second server, is taken off the cache, until no
+    block is left. None leaves it to vLLM: if the server has its GPU alone, or if GPU or model are not known here.
+    """
+    environment = os.environ if environment is None else environment
+    beside_trainer = config.device != "cpu" and serves_on(trainer_gpu(config), config, environment)
+    if not (beside_trainer or beside_server) or not serves_from_gpu(environment):
+        return None
+    total_bytes, shape = gpu_memory_bytes(config.vllm_gpu or 0), local_shape(config.model_name)
+    if total_bytes is None or shape is None:
+        return None
+    most = total_bytes * USABLE_FRACTION - RUNTIME_BYTES
+    cache = server_cache(shape, config, share_bytes=min(share * total_bytes, most))
+    return None if cache is None else int(cache)
 
 
 def trainer_gpu(config: TrainingOptions) -> int:
@@ -86,37 +110,40 @@ def trainer_gpu(config: TrainingOptions) -> int:
     return int(index) if colon and index.isdecimal() else 0
 
 
-def card_bytes(config: TrainingOptions, gpu: int) -> float | None:
+def gpu_bytes(config: TrainingOptions, gpu_index: int) -> float | None:
     """Return the memory of the trainer's GPU: what `--gpu-memory-gb` says, else what the driver does; None if none."""
     if config.gpu_memory_gb is not None:
         return config.gpu_memory_gb * GB
-    return None if config.device == "cpu" else gpu_memory_bytes(gpu)
+    return None if config.device == "cpu" else gpu_memory_bytes(gpu_index)
 
 
-def serves_on(gpu: int, config: TrainingOptions, environment: Mapping[str, str]) -> bool:
+def serves_on(gpu_index: int, config: TrainingOptions, environment: Mapping[str, str]) -> bool:
     """Return True if vLLM serves from the GPU with this number among those that this process sees."""
-    if config.shares_memory:
-        return True
-    if config.vllm_host not in THIS_HOST or config.inference_urls:
-        return False
-    return is_given(gpu, None if config.vllm_gpu is None else str(config.vllm_gpu), environment)
+    if config.shares_memory or not config.serves_here:
+        return config.shares_memory
+    servers = config.num_inference_nodes if config.broadcasts else 1
+    given = [gpus for index in range(servers) if (gpus := config.server_gpus(index)) is not None]
+    if not given:
+        return gpu_index < config.vllm_tensor_parallel_size
+    return is_given(gpu_index, ",".join(given), environment)
 
 
-def is_given(gpu: int, named: str | None, environment: Mapping[str, str]) -> bool:
+def is_given(gpu_index: int, named: str | None, environment: Mapping[str, str], flag: str = "--vllm-gpu") -> bool:
     """Return True if a server that is given the GPUs `named` has the one with this number among those that we see.
 
-    `named` counts the machine's GPUs, several with commas between them; a server without it takes the first it sees.
+    `named` has numbers among the visible ones or UUIDs, several with commas between them; a server without it takes
+    the first it sees. Raises `ConfigError` for a number beyond the visible GPUs.
     """
     if named is None:
-        return gpu == 0
-    visible = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    here = visible[gpu] if gpu < len(visible) else str(gpu)
-    return here in [name.strip() for name in named.split(",")]
+        return gpu_index == 0
+    visible = visible_names(environment) or []
+    here = visible[gpu_index] if gpu_index < len(visible) else str(gpu_index)
+    return here in gpu_names(named, environment, flag).split(",")
 
 
-def card_of(
+def gpu_of(
     shape: ModelShape, config: TrainingOptions, total_bytes: float, *, shares_gpu: bool, starts_server: bool
-) -> Card:
+) -> Gpu:
     """Return the trainer's GPU with vLLM's share of it.
 
     The share of a server that somebody else starts is known only if `--gpu-memory-utilization` tells it. If not, it is
@@ -128,4 +155,4 @@ def card_of(
         share = 0.0
     elif not starts_server and "gpu_memory_utilization" not in config.model_fields_set:
         share = least_share(shape, config, total_bytes) if config.shares_memory else 0.0
-    return Card(total_bytes=total_bytes, share=share, share_can_change=starts_server, host_bytes=host_bytes)
+    return Gpu(total_bytes=total_bytes, share=share, share_can_change=starts_server, host_bytes=host_bytes)

@@ -77,69 +77,28 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
 
 
+_REFERENCES = (
+    # size, model, hidden, layers, heads, kv_heads, intermediate, vocabulary, tied
+    ("8B", "Llama 3.1", 4096, 32, 32, 8, 14336, 128256, False),
+    ("14B", "Qwen 2.5", 5120, 48, 40, 8, 13824, 152064, False),
+    ("24B", "Mistral Small", 5120, 40, 32, 8, 32768, 131072, False),
+    ("3B", "Llama 3.2", 3072, 28, 24, 8, 8192, 128256, True),
+    ("4B", "Qwen 3", 2560, 36, 32, 8, 9728, 151936, True),
+    ("7B", "Qwen 2.5", 3584, 28, 28, 4, 18944, 152064, False),
+)
 REFERENCE_SHAPES: Mapping[str, ModelShape] = {
-    "8B": ModelShape(
-        name="8B (Llama 3.1's shape)",
-        hidden=4096,
-        layers=32,
-        heads=32,
-        kv_heads=8,
+    size: ModelShape(
+        name=f"{size} ({model}'s shape)",
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
         head_dim=128,
-        intermediate=14336,
-        vocabulary=128256,
-    ),
-    "14B": ModelShape(
-        name="14B (Qwen 2.5's shape)",
-        hidden=5120,
-        layers=48,
-        heads=40,
-        kv_heads=8,
-        head_dim=128,
-        intermediate=13824,
-        vocabulary=152064,
-    ),
-    "24B": ModelShape(
-        name="24B (Mistral Small's shape)",
-        hidden=5120,
-        layers=40,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        intermediate=32768,
-        vocabulary=131072,
-    ),
-    "3B": ModelShape(
-        name="3B (Llama 3.2's shape)",
-        hidden=3072,
-        layers=28,
-        heads=24,
-        kv_heads=8,
-        head_dim=128,
-        intermediate=8192,
-        vocabulary=128256,
-        tied=True,
-    ),
-    "4B": ModelShape(
-        name="4B (Qwen 3's shape)",
-        hidden=2560,
-        layers=36,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        intermediate=9728,
-        vocabulary=151936,
-        tied=True,
-    ),
-    "7B": ModelShape(
-        name="7B (Qwen 2.5's shape)",
-        hidden=3584,
-        layers=28,
-        heads=28,
-        kv_heads=4,
-        head_dim=128,
-        intermediate=18944,
-        vocabulary=152064,
-    ),
+        intermediate=intermediate,
+        vocabulary=vocabulary,
+        tied=tied,
+    )
+    for size, model, hidden, layers, heads, kv_heads, intermediate, vocabulary, tied in _REFERENCES
 }
 
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from example_trainer.errors import UnsupportedModel
+
 ATTENTION_NAME = "atropos_packed"
 MAX_PADDED_AREA_RATIO = 1.4
 SMALL_AREA = 1 << 15  # below this many query-key pairs a bucket's overhead outweighs its padding
@@ -105,6 +107,11 @@ def build_layout(
     return AttentionLayout([_build_bucket(members, device) for members in planned], restore.to(device))
 
 
+def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if packed rows of `dtype` are attended by the variable-length kernel: 16 bits on a GPU."""
+    return device.type == "cuda" and dtype in {torch.bfloat16, torch.float16}
+
+
 def install(module: Any) -> bool:
     """Make a Hugging Face model use packed attention; return False if its attention cannot be replaced."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -158,7 +165,7 @@ def _plain_attention(
 def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
-            raise NotImplementedError(f"packed attention does not support {name}")
+            raise UnsupportedModel(f"packed attention does not support {name}; train a model without it")
 
 
 def _attend_bucket(rows: list[Tensor], bucket: Bucket, scaling: float, window: int | None) -> Tensor:
@@ -191,8 +198,16 @@ def _explicit(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scaling
     return mixed.view(batch, kv_heads, shared, width, -1).permute(0, 3, 1, 2, 4)
 
 
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
 def _fused(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scaling: float, window: int | None) -> Tensor:
     causal = bucket.needs_no_mask(window)
+    shared = query.shape[2] // key.shape[2]
+    if shared > 1 and _on_gpu(query):
+        # With a mask, or in fp32, only SDPA's math kernel takes enable_gqa on a GPU, and it writes all scores out.
+        key, value = (tensor.repeat_interleave(shared, dim=2) for tensor in (key, value))
     mixed = torch.nn.functional.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),

@@ -5,7 +5,7 @@ device or in host memory, or in the served dtype (`--master-weights`). Rank 0
 reads the model and sends the others their slices, one weight at a time: no other rank ever holds more than one whole
 weight. A forward gathers one layer's weights at a time, in the served dtype; the backward sums gradients over the ranks
 in fp32 and does not average, since the loss weights are already those of the whole step. Work that needs whole weights
-(a checkpoint, a publish) runs on rank 0 inside `ShardedPolicy.gathered`.
+(a checkpoint) runs on rank 0 inside `ShardedPolicy.gathered`; a broadcast gathers one weight at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from example_trainer.errors import UnsupportedModel
-from example_trainer.modeling.loading import load_module, move_buffers, resolve_dtype
+from example_trainer.modeling.loading import cast_floating, load_module, move_buffers, resolve_dtype
 from example_trainer.modeling.policy import Policy
 from example_trainer.modeling.shards import shard_like, sliced, whole
 from example_trainer.modeling.tensor_parallel import check_divisible, data_parallel_mesh, parallelize
@@ -115,6 +115,12 @@ class ShardedPolicy(Policy):
             with torch.no_grad():
                 for name, local in kept.items():
                     self.masters[name].to_local().copy_(local)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def whole_weight(self, parameter_name: str, dtype: torch.dtype, *, keep: bool) -> torch.Tensor | None:
+        shard: Any = cast_floating(self._current(self._names[parameter_name]).detach(), dtype)
+        gathered: torch.Tensor = shard.full_tensor()
+        return gathered if keep else None
 
     def _assign(self, master: nn.Parameter, weight: torch.Tensor) -> None:
         master.copy_(weight if isinstance(weight, DTensor) else shard_like(weight, master))

@@ -18,14 +18,17 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from example_trainer.errors import AdapterUnavailable, ModelNotFound, NoSuchDevice, WrongDtype
-from example_trainer.modeling.lora import AdapterOptions
+from example_trainer.errors import AdapterUnavailable, ModelNotFound, NonfiniteWeights, NoSuchDevice, WrongDtype
+from example_trainer.modeling.lora import AdapterOptions, adapter_options
+
+if TYPE_CHECKING:
+    from example_trainer.options.training_options import TrainingOptions
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +88,7 @@ def stored_config(options: PolicyOptions) -> Any:
     try:
         return AutoConfig.from_pretrained(options.model_name)
     except (OSError, ValueError) as error:
-        raise ModelNotFound(_not_found(options.model_name, error)) from error
+        raise ModelNotFound(_not_found(options, error)) from error
 
 
 def load_module(options: PolicyOptions, stored: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -106,12 +109,14 @@ def load_module(options: PolicyOptions, stored: Any, dtype: torch.dtype, device:
             options.model_name, config=_for_training(stored), dtype=dtype, attn_implementation=options.attention, **more
         )
     except (OSError, ValueError, ImportError) as error:
-        raise ModelNotFound(_not_found(options.model_name, error)) from error
+        raise ModelNotFound(_not_found(options, error)) from error
     if options.debug_loading:
         for name, tensor in module.named_parameters():
             logger.info("loaded %s %s %s on %s", name, list(tensor.shape), tensor.dtype, tensor.device)
     if options.gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if not options.quantises_base and device.type != "meta":
+        refuse_nonfinite(module.named_parameters(), f"{options.flag} {options.model_name}")
     trained: nn.Module = module.train()
     return trained
 
@@ -127,10 +132,24 @@ def _for_training(stored: Any) -> Any:
     return config
 
 
-def _not_found(model_name: str, error: Exception) -> str:
+def refuse_nonfinite(tensors: Iterable[tuple[str, torch.Tensor]], place: str) -> None:
+    """Raise `NonfiniteWeights` for the first tensor with a value that is not finite; `place` says where it is from."""
+    for name, tensor in tensors:
+        # The extremes are not finite if any value is not, and need no mask of the weight's size.
+        if tensor.numel() and tensor.is_floating_point():
+            lowest, highest = torch.aminmax(tensor.detach())
+            if not bool(lowest.isfinite() & highest.isfinite()):
+                raise NonfiniteWeights(
+                    f"{place}: {name} has values that are NaN or infinite, from which every loss would be NaN; use an "
+                    "undamaged checkpoint, or one from before the run diverged"
+                )
+
+
+def _not_found(options: PolicyOptions, error: Exception) -> str:
+    model_name = options.model_name
     place = "directory" if Path(model_name).exists() else "name"
     cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"--model-name {model_name}: no causal language model can be loaded from this {place} ({cause})"
+    return f"{options.flag} {model_name}: no causal language model can be loaded from this {place} ({cause})"
 
 
 def quantisation_config(served_dtype: torch.dtype) -> Any:
@@ -267,8 +286,32 @@ class PolicyOptions:
     sharding: Sharding | None = None
     """Settings for sharding over the ranks of the default process group; None keeps the weights whole."""
     debug_loading: bool = False
+    flag: str = "--model-name"
+    """The option that names the model, for messages."""
 
     @property
     def quantises_base(self) -> bool:
         """True if the frozen base under the adapter is stored in 4 bits."""
         return self.adapter is not None and self.adapter.quantise is not None
+
+
+def policy_options(config: TrainingOptions) -> PolicyOptions:
+    """Return the part of the trainer's configuration that concerns loading the model."""
+    # An adapter is small and its base is frozen, so every rank holds both unsharded; only gradients are summed.
+    sharding = None
+    if config.world_size > 1 and not config.trains_adapter:
+        sharding = Sharding(
+            reshard_after_forward=config.reshard_after_forward,
+            tensor_parallel_size=config.trainer_tensor_parallel_size,
+        )
+    return PolicyOptions(
+        model_name=config.model_name,
+        dtype=config.dtype,
+        device=config.device,
+        master_weights=config.master_weights,
+        train_layer_indices=config.train_layer_indices,
+        adapter=adapter_options(config),
+        gradient_checkpointing=config.gradient_checkpointing,
+        sharding=sharding,
+        debug_loading=config.debug_loading,
+    )

@@ -7,6 +7,8 @@ and not on vocabulary times tokens; if everything is small, the probabilities ar
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +18,18 @@ from torch.distributed.tensor import DTensor
 KEEP_PROBABILITIES_BELOW = 1 << 23  # elements: 32 MiB in fp32
 DEFAULT_CHUNK_TOKENS = 1024
 MOST_CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 26}  # 32 MiB in fp32, or 256; two such arrays at a time
+BYTES_PER_LOGIT = 12  # three arrays in fp32, while an entropy's gradient is computed
+BYTES_AT_THE_PRODUCT = 6  # the gradient in fp32 and in 16 bits, while it is multiplied
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPasses:
+    """The passes over a chunk's fp32 logits `[n, V]`, each as one function that a compiler can make one kernel of."""
+
+    measure: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    """From logits and labels to logprobs, which have the shape of the labels, and entropies `[n]`."""
+    gradient: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+    """From logits, labels and the upstream gradients of both to the gradient of the logits, `[n, V]`."""
 
 
 def token_logprobs(
@@ -27,15 +41,16 @@ def token_logprobs(
     *,
     bias: Tensor | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    passes: HeadPasses | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return logprobs of `labels[i]` from the state `hidden[index[i]]` at `temperatures[i]`, and the entropy there.
 
     `hidden` is `[T, H]`, `weight` `[V, H]`, `labels` `[N]` or, for several tokens at each position, `[N, K]`, the rest
     `[N]`. Logprobs have the shape of `labels`, entropies are `[N]`, both fp32; gradients flow from both to hidden,
-    weight and bias. A result that no loss uses adds no cost to the backward.
+    weight and bias. A result that no loss uses adds no cost to the backward. With `passes` these compute on the logits.
     """
     head: Any = _ChunkedHead
-    logprobs, entropies = head.apply(hidden, weight, bias, index, labels, temperatures, chunk_tokens)
+    logprobs, entropies = head.apply(hidden, weight, bias, index, labels, temperatures, chunk_tokens, passes)
     return logprobs, entropies
 
 
@@ -65,32 +80,36 @@ class _ChunkedHead(torch.autograd.Function):
         labels: Tensor,
         temperatures: Tensor,
         chunk_tokens: int,
+        passes: HeadPasses | None,
     ) -> tuple[Tensor, Tensor]:
         compute = _compute_dtype(hidden)
         count, vocabulary = len(index), len(weight)
         logprobs = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         entropies = torch.empty(count, dtype=torch.float32, device=hidden.device)
-        keep = count * vocabulary <= KEEP_PROBABILITIES_BELOW and any(ctx.needs_input_grad)
-        # Bound the logits of a chunk, so that a large vocabulary needs no more memory; the bound is larger on a GPU,
-        # where small products are slow.
-        chunk_tokens = max(1, min(chunk_tokens, MOST_CHUNK_LOGITS[hidden.device.type] // vocabulary))
+        keep = passes is None and count * vocabulary <= KEEP_PROBABILITIES_BELOW and any(ctx.needs_input_grad)
+        in_16_bits = compute != torch.float32 and ctx.needs_input_grad[1]
+        chunk_tokens = min(chunk_tokens, most_chunk_tokens(hidden.device.type, weight.shape, in_16_bits=in_16_bits))
         kept: list[Tensor] = []
         head = weight.to(compute)
         for start in range(0, count, chunk_tokens):
             part = slice(start, start + chunk_tokens)
             logits = _logits(hidden[index[part]].to(compute), head, bias, temperatures[part])
+            if passes is not None:
+                logprobs[part], entropies[part] = passes.measure(logits, labels[part])
+                continue
             normaliser = logits.logsumexp(1, keepdim=True)
             logprobs[part] = (logits.gather(1, _columns(labels[part])) - normaliser).view(labels[part].shape)
-            probabilities = (logits - normaliser).exp_()
-            # A logit of -inf has probability 0 and adds no entropy, but 0 * -inf would be NaN.
-            logits.clamp_(min=torch.finfo(logits.dtype).min)
-            expected = torch.bmm(probabilities[:, None], logits[:, :, None])  # avoids an array of products
-            entropies[part] = (normaliser - expected[:, 0]).squeeze(1)
+            # Probabilities times surprise, all of one sign: as the normaliser minus the expected logit, the entropy was
+            # off by 3e-4 at a vocabulary of 150,000. A logit of -inf adds nothing, but 0 * -inf is NaN.
+            logits.sub_(normaliser).clamp_(min=torch.finfo(logits.dtype).min)
+            probabilities = logits.exp()
+            entropies[part] = logits.mul_(probabilities).sum(1).neg_()
             if keep:
                 kept.append(probabilities)
         ctx.save_for_backward(hidden, weight, bias, index, labels, temperatures, *kept)
         ctx.chunk_tokens = chunk_tokens
         ctx.compute = compute
+        ctx.passes = passes
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -105,9 +124,13 @@ class _ChunkedHead(torch.autograd.Function):
         for number, start in enumerate(range(0, len(index), ctx.chunk_tokens)):
             part = slice(start, start + ctx.chunk_tokens)
             states = hidden[index[part]].to(ctx.compute)
-            probabilities = kept[number] if kept else _logits(states, head, bias, temperatures[part]).softmax(1)
             upstream = (_tempered(gradient, part, temperatures) for gradient in gradients)
-            logits_gradient = _logits_gradient(probabilities, labels[part], *upstream)
+            if kept:
+                logits_gradient = _logits_gradient(kept[number], labels[part], *upstream)
+            else:
+                logits = _logits(states, head, bias, temperatures[part])
+                logits_gradient = (ctx.passes or PLAIN_PASSES).gradient(logits, labels[part], *upstream)
+                del logits
             if grad_bias is not None:
                 grad_bias += logits_gradient.sum(0)
             logits_gradient = logits_gradient.to(ctx.compute) if states.is_cuda else logits_gradient
@@ -115,7 +138,20 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_hidden.index_add_(0, index[part], _product(logits_gradient, head))
             if grad_weight is not None:
                 _add_product(grad_weight, logits_gradient.t(), states)
-        return _cast(grad_hidden, hidden), _cast(grad_weight, weight), grad_bias, None, None, None, None
+        return _cast(grad_hidden, hidden), _cast(grad_weight, weight), grad_bias, None, None, None, None, None
+
+
+def most_chunk_tokens(device_type: str, shape: Sequence[int], *, in_16_bits: bool) -> int:
+    """Return the most tokens of a chunk for a head of `shape` `[V, H]`, so that its memory has a bound.
+
+    The bound is larger on a GPU, where small products are slow. There a head trained in 16 bits (`in_16_bits`) may also
+    take the `4 V H` bytes that a product beside the weight's gradient would take: `_add_product` makes none.
+    """
+    logits = MOST_CHUNK_LOGITS[device_type]
+    if device_type == "cuda" and in_16_bits:
+        with_a_product = BYTES_AT_THE_PRODUCT * logits + 4 * shape[0] * shape[1]
+        logits = max(logits, with_a_product // BYTES_PER_LOGIT)
+    return max(1, logits // shape[0])
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -141,12 +177,27 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Compute `total += left @ right` in fp32."""
-    if left.is_cuda and left.dtype != torch.float32:
-        total += _product(left, right)
-    else:
-        with torch.autocast(left.device.type, enabled=False):
-            total.addmm_(left, right.float())
+    """Compute `total += left @ right` in fp32 and in place: a product of its own would have the size of the head."""
+    with torch.autocast(left.device.type, enabled=False):
+        if left.is_cuda and left.dtype == right.dtype != torch.float32:
+            torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        else:
+            total.addmm_(left.float(), right.float())
+
+
+def _measure(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logprobs and entropies: sums of one sign, which come out the same in whatever order a compiler adds."""
+    normaliser = logits.logsumexp(1, keepdim=True)
+    logprobs = (logits.gather(1, _columns(labels)) - normaliser).view(labels.shape)
+    # A logit of -inf has probability 0 and adds no entropy, but 0 * inf would be NaN.
+    surprise = (normaliser - logits).clamp(max=torch.finfo(logits.dtype).max)
+    return logprobs, ((-surprise).exp() * surprise).sum(1)
+
+
+def _gradient(
+    logits: Tensor, labels: Tensor, logprob_gradient: Tensor | None, entropy_gradient: Tensor | None
+) -> Tensor:
+    return _logits_gradient(logits.softmax(1), labels, logprob_gradient, entropy_gradient)
 
 
 def _logits_gradient(
@@ -185,3 +236,7 @@ def _columns(values: Tensor) -> Tensor:
 
 def _cast(gradient: Tensor | None, like: Tensor) -> Tensor | None:
     return None if gradient is None else gradient.to(like.dtype)
+
+
+PLAIN_PASSES = HeadPasses(measure=_measure, gradient=_gradient)
+"""The passes operation by operation; without a compiler `measure` takes more memory than the head's own."""

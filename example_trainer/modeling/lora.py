@@ -23,7 +23,7 @@ from example_trainer.errors import AdapterUnavailable
 from example_trainer.modeling.layer_filter import block_index, block_list_name, chosen_blocks
 
 if TYPE_CHECKING:
-    from example_trainer.config import TrainingConfig
+    from example_trainer.options.training_options import TrainingOptions
 
 ADAPTER_NAME = "default"
 DEFAULT_TARGETS = ("q_proj", "v_proj")
@@ -49,7 +49,7 @@ class AdapterOptions:
     """Quantisation of the frozen base to 4 bits (QLoRA, Dettmers et al. 2023); None keeps the served dtype."""
 
 
-def adapter_options(config: TrainingConfig) -> AdapterOptions | None:
+def adapter_options(config: TrainingOptions) -> AdapterOptions | None:
     """Return the adapter options of the trainer's configuration; None in modes that train full weights."""
     if not config.trains_adapter:
         return None

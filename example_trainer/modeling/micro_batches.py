@@ -38,6 +38,8 @@ class Row:
     first_target: int
     """Index of this row's first entry in arrays over all trained tokens of the batch."""
     group: int
+    sample: int = 0
+    """Index of the sequence in its group."""
 
     @property
     def forward_length(self) -> int:

@@ -31,8 +31,19 @@ def choose_layout(policy: Policy, *, padded: bool = False) -> LayoutKind:
     if not attention.install(policy.module):
         logger.warning("%s does not support packed rows; using padded rows", type(policy.module).__name__)
         return "rows"
-    wanted: LayoutKind = "packed" if policy.device.type == "cuda" else "shared"
-    difference = _packing_difference(policy, wanted)
+    varlen = attention.uses_varlen(policy.device, policy.dtype)
+    wanted: LayoutKind = "packed" if varlen or policy.device.type == "cuda" else "shared"
+    try:
+        difference = _packing_difference(policy, wanted, varlen=varlen)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if not varlen:
+            raise
+        # FlashAttention raises this for heads wider than 256, value heads of another width, GPUs before Ampere.
+        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        logger.warning("the variable-length attention kernel cannot run this model (%s); using padded rows", cause)
+        return "rows"
     if difference > PROBE_TOLERANCE.get(policy.dtype, HALF_PRECISION_TOLERANCE):
         logger.warning(
             "packed rows differ from padded ones by %.1e of the largest state; using padded rows", difference
@@ -50,7 +61,7 @@ def _refuse_scaled_logits(hf_config: Any) -> None:
             raise UnsupportedModel(f"the model's {name} is {value}; models that change their logits are not supported")
 
 
-def _packing_difference(policy: Policy, layout: LayoutKind) -> float:
+def _packing_difference(policy: Policy, layout: LayoutKind, *, varlen: bool) -> float:
     """Return the largest difference of hidden states between `layout` and padded rows, over the largest state."""
     module: Any = policy.module
     vocabulary = module.get_input_embeddings().weight.shape[0]
@@ -64,7 +75,7 @@ def _packing_difference(policy: Policy, layout: LayoutKind) -> float:
     with torch.no_grad():
         kinds: tuple[LayoutKind, LayoutKind] = (layout, "rows")
         for kind in kinds:
-            (micro,) = pack_rows(rows, 1 << 20, device=policy.device, layout=kind)
+            (micro,) = pack_rows(rows, 1 << 20, device=policy.device, layout=kind, varlen=varlen)
             hidden = policy.compute(forward_hidden, micro).float()
             states.append(hidden[micro.hidden_index[micro.target_index.argsort()]])
     return float((states[0] - states[1]).abs().max() / states[1].abs().max().clamp(min=1e-6))

@@ -23,7 +23,6 @@ trainer sets each group's `lr` before every step, clips gradients and saves the 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,10 +32,11 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from example_trainer.config import TrainingConfig
+from atropos_api.common.import_path import import_own
 from example_trainer.errors import OptimizerUnavailable
 from example_trainer.modeling.sharded_optimizers import Adafactor, BlockwiseAdamW
 from example_trainer.modeling.shards import first_indices, local_part
+from example_trainer.options.training_options import TrainingOptions
 
 CHUNK_ELEMENTS = 1 << 24
 """Number of weights kept in fp32, with their gradients, during a step (128 MiB); a larger tensor is kept whole."""
@@ -49,17 +49,15 @@ _SEED_BYTES = 4
 """Size of the seed that torch's CPU generator uses."""
 
 
-def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Round fp32 to bf16, up with a probability equal to the fraction that truncation drops; non-finite values stay."""
-    return _round_with(values, _noise(values.shape, values.device, generator))
-
-
-def _noise(shape: Sequence[int], device: torch.device, generator: torch.Generator) -> Tensor:
+def rounding_noise(shape: Sequence[int], device: torch.device, generator: torch.Generator) -> Tensor:
     return torch.randint(0, 1 << _LOW_BITS, shape, dtype=torch.int32, device=device, generator=generator)
 
 
-def _round_with(values: Tensor, noise: Tensor) -> Tensor:
-    """Return `values` in bf16, which is the upper half of fp32; noise added to the lower half carries over."""
+def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
+    """Round fp32 to bf16, up with a probability equal to the fraction that truncation drops; non-finite values stay.
+
+    bf16 is the upper half of fp32; `noise` is added to the lower half and carries over.
+    """
     bits = (values.contiguous().view(torch.int32) + noise) & -(1 << _LOW_BITS)
     return torch.where(values.isfinite(), bits.view(torch.float32), values).to(torch.bfloat16)
 
@@ -138,11 +136,13 @@ class StochasticRounding(torch.optim.Optimizer):
         end = starts[0] + len(weights)
         for piece in range(starts[0] // height, -(-end // height) if len(weights) else 0):
             first, last = piece * height, min((piece + 1) * height, shape[0])
-            noise = _noise((last - first, *shape[1:]), weights.device, self._generator(weights.device, number, piece))
+            noise = rounding_noise(
+                (last - first, *shape[1:]), weights.device, self._generator(weights.device, number, piece)
+            )
             own = slice(max(first, starts[0]), min(last, end))
             drawn = noise[(slice(own.start - first, own.stop - first), *across)]
             rows = slice(own.start - starts[0], own.stop - starts[0])
-            weights[rows].copy_(_round_with(values[rows], drawn))
+            weights[rows].copy_(round_stochastically(values[rows], drawn))
 
     def _generator(self, device: torch.device, number: int, piece: int) -> torch.Generator:
         mixed = hashlib.blake2b(repr((self._seed, self._steps, number, piece)).encode(), digest_size=_SEED_BYTES)
@@ -188,7 +188,7 @@ class OptimizerSettings:
     """Seed of stochastic rounding."""
 
 
-def optimizer_settings(config: TrainingConfig) -> OptimizerSettings:
+def optimizer_settings(config: TrainingOptions) -> OptimizerSettings:
     return OptimizerSettings(
         name=config.optimizer,
         lr=config.lr,
@@ -219,11 +219,14 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], settings: Optimizer
 
 
 def load_own_optimizer(settings: OptimizerSettings, device: torch.device) -> OptimizerMaker:
-    """Import `package.module:function` and step a small matrix and vector with it; raise if either fails."""
+    """Import `package.module:function` and step a small matrix and vector with it; raise if either fails.
+
+    The working directory is searched too.
+    """
     flag = f"--optimizer {settings.name}"
     module_name, _, function_name = settings.name.partition(":")
     try:
-        maker: OptimizerMaker = getattr(importlib.import_module(module_name), function_name)
+        maker: OptimizerMaker = getattr(import_own(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise OptimizerUnavailable(f"{flag} cannot be imported: {error}; check the path, and PYTHONPATH") from error
     tried = [nn.Parameter(torch.ones(shape, device=device)) for shape in ((4, 4), (4,))]
@@ -271,7 +274,7 @@ class LearningRate:
         return 0.5 * (1.0 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1.0
 
 
-def learning_rate(config: TrainingConfig) -> LearningRate:
+def learning_rate(config: TrainingOptions) -> LearningRate:
     return LearningRate(
         peak=config.lr,
         warmup_steps=config.warmup_steps,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from example_trainer.errors import CheckpointError
+from example_trainer.modeling.host_gradients import HostGradients
 from example_trainer.modeling.layer_filter import trained_parameters
 from example_trainer.modeling.loading import (
     PolicyOptions,
@@ -59,6 +60,7 @@ class Policy:
         self._names = {n: n for n, _ in module.named_parameters()} if quantised else checkpoint_names(module)
         self._places = places_by_name(module, self._names)
         self._adapter: Adapter | None = None
+        self._host_gradients = HostGradients(device) if options.master_weights == "host" else None
         self.masters: dict[str, nn.Parameter] = {}
         if options.adapter is None:
             self._train_weights(options.train_layer_indices)
@@ -187,12 +189,20 @@ class Policy:
     def collect_gradients(self) -> None:
         """Move gradients from the module's parameters to the masters, if they are different tensors.
 
-        Hooks already do this during backward, in the masters' precision, so that many micro-batches
-        add up without rounding. This call moves gradients that were assigned rather than accumulated.
+        Hooks begin it during backward, in the masters' precision, so that many micro-batches add up without rounding.
         """
         for name, master in self.masters.items():
             if (parameter := self._current(name)) is not master:
                 self._collect(name, parameter)
+        if self._host_gradients is not None:
+            self._host_gradients.add_all(self.masters)
+
+    def drop_gradients(self) -> None:
+        """Forget gradients, those of masters and those on their way to them."""
+        for master in self.masters.values():
+            master.grad = None
+        if self._host_gradients is not None:
+            self._host_gradients.drop()
 
     def _current(self, name: str) -> nn.Parameter:
         owner, attribute = self._places[name][0]
@@ -214,7 +224,9 @@ class Policy:
         if gradient is None:
             return
         master = self.masters[name]
-        if master.grad is None:
+        if self._host_gradients is not None:
+            self._host_gradients.take(name, gradient, master)
+        elif master.grad is None:
             master.grad = gradient.to(device=master.device, dtype=master.dtype)
         else:
             master.grad.add_(gradient.to(device=master.device))
@@ -315,6 +327,15 @@ class Policy:
         share the policy's memory: write them before the next step.
         """
         return self._as_checkpoint({place: self._stored(place, name) for place, name in self._names.items()}, dtype)
+
+    @torch.no_grad()
+    def whole_weight(self, parameter_name: str, dtype: torch.dtype, *, keep: bool) -> torch.Tensor | None:
+        """Return one weight as it is now, cast to `dtype`, on its own device; None without `keep`.
+
+        If weights are sharded, all ranks call this together: each casts its shard, then they are gathered.
+        """
+        weight = self._stored(parameter_name, self._names[parameter_name])
+        return cast_floating(weight.detach(), dtype) if keep else None
 
     @torch.no_grad()
     def base_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:

@@ -315,8 +315,8 @@ def _logprob_signs(limits: HealthLimits) -> tuple[_Sign, ...]:
         _Sign(
             name="alignment",
             check=_above(names.ALIGNMENT_DIFF_ABS_MEAN, limits.alignment),
-            message=f"alignment/diff_abs_mean {{value:.3f}} is above {limits.alignment:g}: trainer and server do not "
-            "hold the same weights, or count positions differently",
+            message=f"{names.ALIGNMENT_DIFF_ABS_MEAN} {{value:.3f}} is above {limits.alignment:g}: trainer and "
+            "server do not hold the same weights, or count positions differently",
             advice="check that the server serves this trainer's run (/bridge/info) and returns processed logprobs",
         ),
     )

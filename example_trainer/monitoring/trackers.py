@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, Protocol, TextIO
 
 from atropos_api.common import metric_names as names
 from atropos_api.common import wandb_run
+from atropos_api.common.errors import AtroposError
 from atropos_api.common.files import write_whole
 from example_trainer.errors import TrainerError
 from example_trainer.monitoring.health import HealthEvent
@@ -168,7 +170,7 @@ class RunTrackers:
         try:
             for opener in self._openers:
                 self._opened.append(opener())
-        except TrainerError:
+        except AtroposError:
             self.close()
             raise
 
@@ -232,25 +234,41 @@ def _keep_steps_up_to(path: Path, step: int) -> None:
 
 
 class MetricsTail:
-    """A reader of the complete lines that were appended to a JSONL file since the last call."""
+    """A reader of the complete lines that were appended to a JSONL file since the last call.
+
+    A trainer that resumes replaces the file by one without the steps that it trains again; of the new file only rows
+    that are younger than all rows read before are returned.
+    """
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self._path = path
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
+        stat = path.stat() if from_end and path.exists() else None
+        self._offset = 0 if stat is None else stat.st_size
+        self._inode = None if stat is None else stat.st_ino
+        self._newest = time.time() if from_end else 0.0
+        self._replaced = False
 
     def read(self) -> list[dict[str, Any]]:
         """Return the new rows, oldest first; a line still being written is left for the next call."""
         try:
-            if self._path.stat().st_size <= self._offset:
-                return []
             with self._path.open("rb") as handle:
+                self._note_replacement(os.fstat(handle.fileno()).st_ino)
                 handle.seek(self._offset)
                 grown = handle.read()
         except FileNotFoundError:
             return []
         complete, newline, _ = grown.rpartition(b"\n")
         self._offset += len(complete) + len(newline)
-        return [row for line in complete.splitlines() if (row := read_row(line)) is not None]
+        rows = [row for line in complete.splitlines() if (row := read_row(line)) is not None]
+        if self._replaced:
+            rows, self._replaced = [row for row in rows if row.get("timestamp", 0.0) > self._newest], False
+        self._newest = max([self._newest, *(row.get("timestamp", 0.0) for row in rows)])
+        return rows
+
+    def _note_replacement(self, inode: int) -> None:
+        if self._inode not in {None, inode}:
+            self._offset, self._replaced = 0, True
+        self._inode = inode
 
 
 def read_row(line: bytes) -> dict[str, Any] | None:

@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from example_trainer.objective.losses import LossSettings, clipped_losses, naive_losses
+from example_trainer.objective.losses import LossSettings, clipped_losses
+from example_trainer.objective.surrogates import naive_losses
 
 CourseLoss = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip"]
 

@@ -28,9 +28,17 @@ from example_trainer.objective.ratios import (
     staleness_weights,
     truncated_weights,
 )
-
-CLIPPED_LOSSES = frozenset({"grpo", "dr_grpo", "dapo", "gspo"})
-"""Losses with PPO's clipped surrogate; they differ in denominators, advantages and the level of the ratio."""
+from example_trainer.objective.surrogates import (
+    cispo_losses,
+    dppo_keeps,
+    dppo_losses,
+    gmpo_losses,
+    naive_losses,
+    sapo_losses,
+    vespo_losses,
+    weighted_losses,
+)
+from example_trainer.options.objective import CLIPPED_LOSSES, SEQUENCE_RATIO_LOSSES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,6 +80,12 @@ class LossSettings:
     clip_eps_high: float = 0.2
     dual_clip: float | None = 3.0
     cispo_cap: float = 5.0
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
     tis_cap: float = 2.0
     tis_floor: float = 0.0
     log_ratio_clamp: float = 20.0
@@ -150,9 +164,9 @@ def staleness_of(inputs: LossInputs, settings: LossSettings) -> Tensor | None:
 
 
 def surrogate_log_ratios(inputs: LossInputs, settings: LossSettings) -> Tensor:
-    """Return the `[N]` log-ratios that the surrogate clips or weights by: per token, or for GSPO per sequence."""
+    """Return the `[N]` log-ratios that the surrogate clips or weights by, per token or as their mean per sequence."""
     logs = log_ratios(inputs.logprobs, old_logprobs(inputs, settings), settings.log_ratio_clamp)
-    return sequence_means(logs, inputs.sequences) if settings.loss_type == "gspo" else logs
+    return sequence_means(logs, inputs.sequences) if settings.loss_type in SEQUENCE_RATIO_LOSSES else logs
 
 
 def old_logprobs(inputs: LossInputs, settings: LossSettings) -> Tensor:
@@ -176,15 +190,34 @@ def mismatch_of(inputs: LossInputs, settings: LossSettings) -> Tensor:
 
 
 def _surrogate(inputs: LossInputs, settings: LossSettings) -> Tensor:
-    ratios = surrogate_log_ratios(inputs, settings).exp()
+    logs = surrogate_log_ratios(inputs, settings)
+    ratios, advantages = logs.exp(), inputs.advantages
     if settings.importance_sampling != "clip":
         bound = truncated_weights if settings.importance_sampling == "truncated" else masked_weights
-        return weighted_losses(inputs.logprobs, bound(ratios, settings.tis_floor, settings.tis_cap), inputs.advantages)
+        return weighted_losses(inputs.logprobs, bound(ratios, settings.tis_floor, settings.tis_cap), advantages)
     if settings.loss_type == "cispo":
-        return cispo_losses(inputs.logprobs, ratios, inputs.advantages, settings.cispo_cap)
+        return cispo_losses(inputs.logprobs, ratios, advantages, settings.cispo_cap)
     if settings.loss_type in CLIPPED_LOSSES:
-        return clipped_losses(ratios, inputs.advantages, settings)
-    return naive_losses(inputs.logprobs, inputs.advantages)
+        return clipped_losses(ratios, advantages, settings)
+    return _soft_surrogate(inputs, logs, settings)
+
+
+def _soft_surrogate(inputs: LossInputs, logs: Tensor, settings: LossSettings) -> Tensor:
+    """Return the loss of the types that do not clip a token's ratio on both sides, from `[N]` log-ratios `logs`."""
+    advantages = inputs.advantages
+    if settings.loss_type == "dppo":
+        low, high, cap = settings.clip_eps_low, settings.clip_eps_high, settings.cispo_cap
+        return dppo_losses(inputs.logprobs, logs.exp(), advantages, low=low, high=high, cap=cap)
+    if settings.loss_type == "sapo":
+        return sapo_losses(logs.exp(), advantages, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
+    if settings.loss_type == "gmpo":
+        return gmpo_losses(logs, advantages, inputs.sequences, settings.clip_eps_low, settings.clip_eps_high)
+    if settings.loss_type == "vespo":
+        positive = settings.vespo_k_pos, settings.vespo_lambda_pos
+        negative = settings.vespo_k_neg, settings.vespo_lambda_neg
+        clamp = settings.log_ratio_clamp
+        return vespo_losses(inputs.logprobs, logs, advantages, inputs.sequences, positive, negative, clamp)
+    return naive_losses(inputs.logprobs, advantages)
 
 
 def _weighed_by_sampler(inputs: LossInputs, settings: LossSettings) -> Tensor:
@@ -209,31 +242,22 @@ def clipped_losses(ratios: Tensor, advantages: Tensor, settings: LossSettings) -
     return -objective
 
 
-def weighted_losses(logprobs: Tensor, weights: Tensor, advantages: Tensor) -> Tensor:
-    """Return the importance-weighted policy-gradient loss; its gradient is -w * A * grad log pi.
+def is_clipped(ratios: Tensor, advantages: Tensor, settings: LossSettings, *, logprobs: Tensor | None = None) -> Tensor:
+    """Return a mask of the bounded tokens: clip and mask remove their gradient, truncation bounds their weight.
 
-    Its value is -w * A; at ratio 1 that is the clipped loss.
+    The policy's own `logprobs` are needed for `dppo`, which bounds probabilities and not their ratio.
     """
-    return -(weights * advantages) * (logprobs - logprobs.detach() + 1.0)
-
-
-def cispo_losses(logprobs: Tensor, ratios: Tensor, advantages: Tensor, cap: float) -> Tensor:
-    """Return the CISPO loss (MiniMax-M1, 2025): -min(r, cap) * A * log pi; no gradient flows through the weight."""
-    return -ratios.detach().clamp(max=cap) * advantages * logprobs
-
-
-def naive_losses(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """Return the REINFORCE loss: -A * log pi, without correction for staleness."""
-    return -advantages * logprobs
-
-
-def is_clipped(ratios: Tensor, advantages: Tensor, settings: LossSettings) -> Tensor:
-    """Return a mask of the bounded tokens: clip and mask remove their gradient, truncation bounds their weight."""
     if settings.importance_sampling != "clip":
         below = ratios < settings.tis_floor
         return below | (ratios > settings.tis_cap)
     if settings.loss_type == "cispo":
         return ratios > settings.cispo_cap
+    if settings.loss_type == "dppo" and logprobs is not None:
+        return ~dppo_keeps(logprobs, ratios, advantages, settings.clip_eps_low, settings.clip_eps_high)
+    if settings.loss_type == "gmpo":
+        logs = ratios.log()
+        too_high, too_low = logs > settings.clip_eps_high, logs < -settings.clip_eps_low
+        return ((advantages > 0) & too_high) | ((advantages < 0) & too_low)
     if settings.loss_type not in CLIPPED_LOSSES:
         return torch.zeros_like(ratios, dtype=torch.bool)
     above = (advantages > 0) & (ratios > 1.0 + settings.clip_eps_high)

@@ -29,7 +29,7 @@ def policy_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, floa
     logprobs, rollout, advantages = inputs.logprobs, inputs.rollout_logprobs, inputs.advantages
     logs = log_ratios(logprobs, rollout, settings.log_ratio_clamp)
     ratios = logs.exp()
-    clipped = is_clipped(surrogate_log_ratios(inputs, settings).exp(), advantages, settings)
+    clipped = is_clipped(surrogate_log_ratios(inputs, settings).exp(), advantages, settings, logprobs=inputs.logprobs)
     # A truncated weight still leaves a gradient; the clip and the mask leave none.
     weighed = settings.importance_sampling == "truncated" or settings.loss_type == "cispo"
     silenced = torch.zeros_like(clipped) if weighed else clipped

@@ -15,7 +15,7 @@ per trained token; the trainer adds averaging, KL and entropy terms, and masks.
 
 from __future__ import annotations
 
-import importlib
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from atropos_api.common import metric_names as names
+from atropos_api.common.import_path import import_own
 from example_trainer.errors import UnusableLoss
 from example_trainer.modeling.micro_batches import Row
 from example_trainer.objective.losses import LossInputs, LossSettings, OwnLoss, loss_terms
@@ -33,16 +34,23 @@ from example_trainer.objective.reference_policy import Reference, Score
 from example_trainer.state import ObjectiveState
 
 if TYPE_CHECKING:
-    from example_trainer.config import TrainingConfig
     from example_trainer.modeling.policy import Policy
     from example_trainer.objective.losses import Targets
+    from example_trainer.options.objective import ObjectiveOptions
+    from example_trainer.options.training_options import TrainingOptions
+
+
+logger = logging.getLogger(__name__)
 
 
 def load_own_loss(name: str) -> OwnLoss:
-    """Import `package.module:function` and try it on three tokens; raise `UnusableLoss` if either fails."""
+    """Import `package.module:function` and try it on three tokens; raise `UnusableLoss` if either fails.
+
+    The working directory is searched too.
+    """
     module_name, _, function_name = name.partition(":")
     try:
-        loss: OwnLoss = getattr(importlib.import_module(module_name), function_name)
+        loss: OwnLoss = getattr(import_own(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise UnusableLoss(f"--loss-type {name} cannot be imported: {error}; check the path, and PYTHONPATH") from error
     _try(name, loss)
@@ -73,7 +81,7 @@ def _try(name: str, loss: OwnLoss) -> None:
         )
 
 
-def loss_settings(config: TrainingConfig) -> LossSettings:
+def loss_settings(config: ObjectiveOptions) -> LossSettings:
     """Return the loss settings of `config`; import a user-defined loss."""
     return LossSettings(
         loss_type=config.loss_type,
@@ -83,6 +91,12 @@ def loss_settings(config: TrainingConfig) -> LossSettings:
         clip_eps_high=config.clip_eps_high or config.clip_eps,
         dual_clip=config.dual_clip,
         cispo_cap=config.cispo_cap,
+        sapo_temperature_pos=config.sapo_temperature_pos,
+        sapo_temperature_neg=config.sapo_temperature_neg,
+        vespo_k_pos=config.vespo_k_pos,
+        vespo_lambda_pos=config.vespo_lambda_pos,
+        vespo_k_neg=config.vespo_k_neg,
+        vespo_lambda_neg=config.vespo_lambda_neg,
         tis_cap=config.tis_cap,
         tis_floor=config.tis_floor,
         log_ratio_clamp=config.log_ratio_clamp,
@@ -114,6 +128,7 @@ class Objective:
         self.settings = settings
         self.reference = reference
         self.kl = kl or KlController(settings.kl_coef)
+        self._warned = False
         self._scores_proximal = settings.old_logprobs == "recomputed" and several_updates
 
     def prepare(self, rows: Sequence[Row], targets: Targets, score: Score) -> Targets:
@@ -121,6 +136,8 @@ class Objective:
         self.settings = replace(self.settings, kl_coef=self.kl.coefficient)
         if self.reference is not None:
             targets = replace(targets, reference_logprobs=self.reference.logprobs(rows, targets, score))
+        if self.settings.distill != "none" and targets.teacher_ids is None:
+            self._warn_without_teacher()
         if self._scores_proximal:
             targets = replace(targets, proximal_logprobs=score(rows, targets))
         if self.settings.distill == "reverse_kl" and targets.teacher_ids is not None:
@@ -130,6 +147,15 @@ class Objective:
             )
             targets = replace(targets, advantages=targets.advantages + self.settings.distill_coef * credit)
         return targets
+
+    def _warn_without_teacher(self) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "--distill %s: a batch has no distill_token_ids, so nothing is learnt from a teacher; use an "
+                "environment with a teacher (distill_server.py), and see its log for what failed",
+                self.settings.distill,
+            )
 
     def labels(self, targets: Targets, at: Tensor) -> Tensor:
         """Return the tokens whose logprobs the loss needs at `at`: `[n]`, or `[n, 1 + K]` with the teacher's last."""
@@ -196,7 +222,7 @@ class Objective:
             self.reference.restore(state["reference"])
 
 
-def make_objective(config: TrainingConfig, policy: Policy) -> Objective:
+def make_objective(config: TrainingOptions, policy: Policy) -> Objective:
     """Return the objective for `config`; if it needs a reference and names none, the current policy becomes it."""
     settings = loss_settings(config)
     reference = None

@@ -37,6 +37,13 @@ def sequence_means(values: Tensor, sequences: Tensor) -> Tensor:
     return means[local]
 
 
+def sequence_sums(values: Tensor, sequences: Tensor) -> Tensor:
+    """Return at each token the sum of `values` over its sequence; gradients go to all of the sequence's tokens."""
+    _, local = torch.unique(sequences, return_inverse=True)
+    sums = torch.zeros_like(values).index_add(0, local, values)
+    return sums[local]
+
+
 def truncated_weights(ratios: Tensor, floor: float, cap: float) -> Tensor:
     """Return importance weights clamped to `[floor, cap]`, which bounds a token's influence (Espeholt et al. 2018)."""
     return ratios.detach().clamp(floor, cap)

@@ -92,17 +92,35 @@ def _load_weights(policy: Policy, model_name: str) -> dict[str, Tensor]:
         )
     dtype = str(policy.dtype).removeprefix("torch.")
     options = PolicyOptions(
-        model_name=model_name,
+        model_name=str(Path(model_name).expanduser()) if model_name.startswith("~") else model_name,
+        flag="--ref-model",
         dtype=dtype,
         device=str(policy.device),
         master_weights="fp32" if policy.dtype == torch.float16 else "none",  # float16 is refused without masters
         sharding=policy.sharding,
     )
-    other = load_policy(options).snapshot()
+    model = load_policy(options)
+    other = model.snapshot()
     for name, master in policy.masters.items():
         if name not in other or other[name].shape != master.shape:
             raise ModelNotFound(
                 f"--ref-model {model_name} has no {name} of shape {tuple(master.shape)}; the reference needs the "
                 "policy's architecture"
             )
+    differing = _differing_frozen(policy, model)
+    if differing is not None:
+        raise ModelNotFound(
+            f"--ref-model {model_name}: its {differing} is not the policy's, which --train-layer-indices freezes; the "
+            "reference would be a mixture of both. Train all layers, or name a model with the same frozen ones"
+        )
     return {name: other[name] for name in policy.masters}
+
+
+def _differing_frozen(policy: Policy, other: Policy) -> str | None:
+    """Return the first weight that the policy freezes and `other` has with other values; None if there is none."""
+    for parameter_name, name in policy.parameter_names.items():
+        if name not in policy.masters:
+            own, theirs = (each.whole_weight(parameter_name, policy.dtype, keep=True) for each in (policy, other))
+            if own is None or theirs is None or not torch.equal(own, theirs):
+                return name
+    return None

@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from example_trainer.options.training_options import TrainingOptions
 
 
+BOUNDS_OF = {
+    "cispo": "--cispo-cap",
+    "dppo": "--clip-eps and --cispo-cap",
+    "gmpo": "--clip-eps",
+    "sapo": "--sapo-temperature-pos and -neg",
+    "vespo": "--vespo-k-pos and its like",
+}
+"""Loss types whose weights have a bound of their own, and the options that set it."""
+
+
 def refuse_objective(config: TrainingOptions) -> str | None:
     """Return the first contradiction among the options of the objective, or None."""
     rules: tuple[Callable[[TrainingOptions], Iterator[str]], ...] = (
@@ -31,8 +41,9 @@ def refuse_objective(config: TrainingOptions) -> str | None:
 def _importance_sampling(config: TrainingOptions) -> Iterator[str]:
     sampling = f"--importance-sampling {config.importance_sampling}"
     if config.importance_sampling != "clip":
-        if config.loss_type == "cispo":
-            yield f"{sampling}: --loss-type cispo cuts its own weights; set --cispo-cap and leave {sampling} out"
+        if config.loss_type in BOUNDS_OF:
+            own = f"--loss-type {config.loss_type} bounds its own weights"
+            yield f"{sampling}: {own}; set {BOUNDS_OF[config.loss_type]} and leave {sampling} out"
         if config.has_own_loss:
             yield f"{sampling}: {config.loss_type} weighs its own ratios; leave {sampling} out"
         if config.old_logprobs == "recomputed":
@@ -40,6 +51,11 @@ def _importance_sampling(config: TrainingOptions) -> Iterator[str]:
                 f"{sampling} weighs the policy against the sampler already, so --old-logprobs recomputed would count "
                 "the gap twice; use --importance-sampling clip with --mismatch-correction"
             )
+    if config.loss_type == "vespo" and config.mismatch_correction != "none":
+        yield (
+            f"--mismatch-correction {config.mismatch_correction}: --loss-type vespo weighs each sequence by its whole "
+            "ratio to the sampler; leave it and --old-logprobs out"
+        )
     if config.mismatch_correction != "none" and config.old_logprobs == "rollout":
         yield (
             f"--mismatch-correction {config.mismatch_correction} weighs the trainer's old logprobs against the "
@@ -96,10 +112,7 @@ _NO_STEPS_IN_4_BITS = (
     "--weight-bridge-mode lora_only (or lora_restart) trains an adapter over them"
 )
 
-SHARED_VLLM_REFUSES = {
-    "vllm_tensor_parallel_size": "it splits the tensors that the trainer maps",
-    "vllm_quantization": "quantised weights cannot be trained in place",
-    "vllm_enable_sleep_mode": "it removes the weights while the trainer uses them",
+_ADAPTERS_REFUSED = {
     "lora_r": _NO_ADAPTERS,
     "lora_alpha": _NO_ADAPTERS,
     "lora_dropout": _NO_ADAPTERS,
@@ -108,16 +121,19 @@ SHARED_VLLM_REFUSES = {
     "load_in_4bit": _NO_STEPS_IN_4_BITS,
 }
 
-BROADCAST_REFUSES = SHARED_VLLM_REFUSES | {
-    "vllm_tensor_parallel_size": "each server receives a broadcast in one process, and this splits it into several",
+ADAPTER_SETTINGS = tuple(_ADAPTERS_REFUSED)
+
+SHARED_VLLM_REFUSES = {
+    "vllm_tensor_parallel_size": "it splits the tensors that the trainer maps",
+    "vllm_quantization": "quantised weights cannot be trained in place",
+    "vllm_enable_sleep_mode": "it removes the weights while the trainer uses them",
+} | _ADAPTERS_REFUSED
+
+BROADCAST_REFUSES = {
     "vllm_quantization": "a broadcast sends unquantised weights, which fit no quantised tensor",
     "vllm_enable_sleep_mode": "a sleeping server has no weights that a broadcast could replace",
-}
-"""The same settings with `--num-inference-nodes`, where no memory is shared: the reasons are others."""
-
-ADAPTER_SETTINGS = tuple(
-    field for field, reason in SHARED_VLLM_REFUSES.items() if reason in {_NO_ADAPTERS, _NO_STEPS_IN_4_BITS}
-)
+} | _ADAPTERS_REFUSED
+"""The settings that `shared_vllm` refuses with `--num-inference-nodes`, where no memory is shared."""
 
 
 def reason_to_refuse(config: TrainingOptions) -> str | None:
@@ -129,6 +145,7 @@ def reason_to_refuse(config: TrainingOptions) -> str | None:
         _refuse_adapter_settings,
         _refuse_lora,
         _refuse_remote_restart,
+        _refuse_registered,
         _refuse_broadcast,
         refuse_objective,
     )
@@ -152,19 +169,20 @@ def _refuse_general(config: TrainingOptions) -> str | None:
     return _refuse_forward_weights(config)
 
 
+_SHARES_WITH_ONE = (
+    "one process maps the server's tensors, and each rank holds only a part of every weight; add "
+    "--num-inference-nodes 1, which sends gathered weights to the server, or use --world-size 1"
+)
+
+
 def _refuse_ranks(config: TrainingOptions) -> str | None:
     """Return the first setting that several trainer processes do not support, with its reason, or None."""
     if reason := _refuse_tensor_parallel(config):
         return f"--trainer-tensor-parallel-size {config.trainer_tensor_parallel_size} {reason}"
     if config.world_size == 1:
         return None
-    instead = "use --world-size 1 or --weight-bridge-mode none"
     causes = (
-        (config.shares_memory, f"the served weights are one unsharded copy; {instead}"),
-        (
-            config.broadcasts,
-            f"several trainer processes cannot broadcast: each holds a part of the weights, and one sends; {instead}",
-        ),
+        (config.shares_memory, _SHARES_WITH_ONE),
         (
             ":" in config.optimizer and not config.trains_adapter,
             f"--optimizer {config.optimizer} would step a rank's rows as if whole; use adamw, adamw_8bit or adafactor",
@@ -229,11 +247,30 @@ def _refuse_adapter_settings(config: TrainingOptions) -> str | None:
 
 
 def _refuse_remote_restart(config: TrainingOptions) -> str | None:
-    if config.num_inference_nodes and not config.mode.server_outlives_publish:
+    if config.num_inference_nodes and not config.servers_outlive_publish:
         return (
             f"--num-inference-nodes {config.num_inference_nodes}: mode {config.weight_bridge_mode} restarts its "
-            "servers, which is possible on this host only; use --weight-bridge-mode lora_only with --vllm-host"
+            "servers, which is possible on this host only; use --weight-bridge-mode lora_only with --vllm-host, or "
+            "--registered-servers, which reload checkpoints"
         )
+    return None
+
+
+def _refuse_registered(config: TrainingOptions) -> str | None:
+    if not config.registered_servers:
+        return None
+    if config.weight_bridge_mode == "lora_restart":
+        return (
+            "--registered-servers: mode lora_restart restarts its server, and the trainer cannot restart registered "
+            "ones; use --weight-bridge-mode lora_only"
+        )
+    if config.weight_bridge_mode == "none" and config.restart_method != "reload":
+        return (
+            "--registered-servers: mode none restarts its server, and the trainer cannot restart registered ones; add "
+            "--restart-method reload, which makes them read each checkpoint"
+        )
+    if config.inference_urls is not None:
+        return "--registered-servers takes the servers' addresses from the broker; leave --inference-urls out"
     return None
 
 
@@ -241,6 +278,8 @@ def _refuse_broadcast(config: TrainingOptions) -> str | None:
     nodes, urls = config.num_inference_nodes, config.inference_urls
     if urls is not None and len(urls) != nodes:
         return f"--inference-urls names {len(urls)} servers, --num-inference-nodes says {nodes}; make them agree"
+    if config.broadcasts and config.broadcast_backend == "nccl" and config.device == "cpu":
+        return "--broadcast-backend nccl sends from GPU to GPU, and --device cpu has none; use --broadcast-backend gloo"
     if config.broadcasts and config.forward_weights == "views":
         return f"--num-inference-nodes {nodes} shares no memory, so there are no views; leave --forward-weights at auto"
     return None
@@ -254,13 +293,9 @@ def _refuse_lora(config: TrainingOptions) -> str | None:
         )
     if config.trains_adapter and config.lora_r > SERVED_RANKS[-1]:
         return f"--lora-r {config.lora_r}: vLLM serves adapters up to rank {SERVED_RANKS[-1]}; use less"
-    if config.weight_bridge_mode == "lora_restart" and config.restart_method == "reload":
+    replaces_server = not (config.mode.server_outlives_publish or config.mode.reloads_checkpoints)
+    if replaces_server and config.restart_method == "reload":
         return "--restart-method reload is for whole checkpoints; use --weight-bridge-mode lora_only for adapters"
-    if config.weight_bridge_mode == "lora_only" and config.vllm_tensor_parallel_size > 1:
-        return (
-            f"lora_only refuses --vllm-tensor-parallel-size {config.vllm_tensor_parallel_size}: adapters are sent "
-            "whole, and a server that splits its layers has no place for them; use --weight-bridge-mode lora_restart"
-        )
     if config.load_in_4bit and config.vllm_quantization is not None:
         return (
             f"--vllm-quantization {config.vllm_quantization} would quantise the values of the 4-bit base again, so "

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, field_validator
 from atropos_api.common.option_flags import aliases
 from example_trainer.options.objective import IMPORT_PATH
 
+Kernels = Literal["auto", "liger", "compile", "eager"]
 OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
 
 LOGIT_CHANGES: tuple[tuple[str, float | None], ...] = (
@@ -53,6 +54,12 @@ class ModelOptions(BaseModel):
     )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward: less memory, about a third more time."
+    )
+    kernels: Kernels = Field(
+        "auto",
+        description="Kernels of the learner's norms, rotary positions, SwiGLU and head: eager (each operation alone), "
+        "compile (torch.compile, needs a C++ compiler) or liger (pip install liger-kernel). auto: compile on a GPU if "
+        "it computes the same there, else eager.",
     )
     debug_loading: bool = Field(False, description="Log each tensor while the model is loaded.")
     fit: Literal["check", "auto", "off"] = Field(

@@ -32,6 +32,12 @@ class Mode:
     """True if `--vllm-restart-interval` counts where it is set, though the server could take each step."""
     awaits_policy: bool = False
     """True if the launcher's server answers only once a policy has been published to it."""
+    starts_missing_server: bool = False
+    """True if the trainer starts a server only if none answers."""
+    drains_requests: bool = True
+    """True if a publish waits for running requests; else they go on with the version that they began with."""
+    reloads_checkpoints: bool = False
+    """True if a running server can read the written weights instead of being replaced."""
 
 
 MODES: Mapping[str, Mode] = MappingProxyType(
@@ -45,9 +51,11 @@ MODES: Mapping[str, Mode] = MappingProxyType(
                 server_outlives_publish=True,
                 interval_if_set=True,
                 awaits_policy=True,
+                starts_missing_server=True,
+                drains_requests=False,
             ),
             Mode(name="lora_restart", trains_adapter=True),
-            Mode(name="none", refuses_adapter_settings=True),
+            Mode(name="none", refuses_adapter_settings=True, reloads_checkpoints=True),
         )
     }
 )

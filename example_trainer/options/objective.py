@@ -10,13 +10,38 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from atropos_api.common.option_flags import aliases
 
-LossType = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_with_baseline", "no_baseline"]
+LossType = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "luspo",
+    "gmpo",
+    "cispo",
+    "sapo",
+    "vespo",
+    "gpg",
+    "dppo",
+    "reinforce_with_baseline",
+    "no_baseline",
+]
+
+CLIPPED_LOSSES = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "luspo"})
+"""Losses with PPO's clipped surrogate; they differ in denominators, advantages and the level of the ratio."""
+SEQUENCE_RATIO_LOSSES = frozenset({"gspo", "luspo"})
+"""Those of them whose ratio is a sequence's: the geometric mean of its tokens' ratios."""
 
 PUBLISHED_FORMS: Mapping[str, Mapping[str, object]] = {
     "dr_grpo": {"loss_aggregation": "constant", "advantage_norm": "none"},
     "dapo": {"loss_aggregation": "token", "clip_eps_high": 0.28},
     "gspo": {"loss_aggregation": "sequence", "clip_eps": 3e-4, "clip_eps_high": 4e-4},
+    "luspo": {"loss_aggregation": "constant", "clip_eps": 2e-3, "clip_eps_high": 2.5e-3},
+    "gmpo": {"loss_aggregation": "sequence", "clip_eps": 0.4, "clip_eps_high": 0.4},
     "cispo": {"loss_aggregation": "token"},
+    "sapo": {"loss_aggregation": "sequence"},
+    "vespo": {"loss_aggregation": "token"},
+    "gpg": {"loss_aggregation": "token", "advantage_norm": "none"},
+    "dppo": {"loss_aggregation": "token", "clip_eps": 0.15, "clip_eps_high": 0.15},
 }
 """Settings, besides the surrogate, that a loss type takes from its paper unless the user sets them."""
 
@@ -29,8 +54,8 @@ class ObjectiveOptions(BaseModel):
 
     loss_type: LossType | str = Field(
         "grpo",
-        description="The policy-gradient loss. dr_grpo, dapo, gspo and cispo also set the aggregation, norm and clip "
-        "of their papers, unless these are given. package.module:function is a loss of your own.",
+        description="The policy-gradient loss. Those that are named after a paper also set its aggregation, norm and "
+        "clip, unless these are given. package.module:function is a loss of your own.",
     )
     importance_sampling: Literal["clip", "truncated", "masked"] = Field(
         "clip",
@@ -41,7 +66,8 @@ class ObjectiveOptions(BaseModel):
     clip_eps: float = Field(
         0.2,
         gt=0.0,
-        description="Clip the probability ratio to [1-eps, 1+eps].",
+        description="Clip the probability ratio to [1-eps, 1+eps]; in gmpo its logarithm to [-eps, +eps]; in dppo mask "
+        "tokens whose probability has moved by more than eps.",
         json_schema_extra=aliases("cliprange", "clip_range", "clip_eps_low", "epsilon_low"),
     )
     clip_eps_high: float | None = Field(
@@ -53,7 +79,24 @@ class ObjectiveOptions(BaseModel):
     dual_clip: float | None = Field(
         3.0, gt=1.0, description="Bound on the ratio where the advantage is negative; None: off."
     )
-    cispo_cap: float = Field(5.0, gt=0.0, description="Upper bound of the weights of --loss-type cispo.")
+    cispo_cap: float = Field(5.0, gt=0.0, description="Upper bound of the weights of --loss-type cispo and dppo.")
+    sapo_temperature_pos: float = Field(
+        1.0, gt=0.0, description="Temperature of the gate of --loss-type sapo where the advantage is positive."
+    )
+    sapo_temperature_neg: float = Field(
+        1.05, gt=0.0, description="Temperature of that gate elsewhere; a higher one closes it nearer to ratio 1."
+    )
+    vespo_k_pos: float = Field(
+        2.0,
+        ge=0.0,
+        description="Power k in the weight W^k exp(lambda (1-W)) of --loss-type vespo where the advantage is not "
+        "negative; W is the product of a sequence's ratios.",
+    )
+    vespo_lambda_pos: float = Field(3.0, gt=0.0, description="Decay lambda in that weight, for the same advantages.")
+    vespo_k_neg: float = Field(3.0, ge=0.0, description="Power k in that weight where the advantage is negative.")
+    vespo_lambda_neg: float = Field(
+        2.0, gt=0.0, description="Decay lambda in that weight where the advantage is negative."
+    )
     tis_cap: float = Field(
         2.0, gt=0.0, description="Upper bound of importance weights: of --importance-sampling or --mismatch-correction."
     )

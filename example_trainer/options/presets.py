@@ -274,8 +274,9 @@ def _sizes(given: Mapping[str, Any], rollout: int | None, train: int | None) -> 
     """Return this trainer's sizes for a rollout batch and a training batch; if one is unset, it equals the other."""
     rollout = rollout or train or 1
     train = train or rollout
-    accumulation = int(given.get("gradient_accumulation_steps", math.gcd(train, USUAL_ACCUMULATION)))
-    epochs = int(given.get("epochs_per_batch", 1))
+    asked = _positive("gradient_accumulation_steps", given.get("gradient_accumulation_steps"))
+    accumulation = asked or math.gcd(train, USUAL_ACCUMULATION)
+    epochs = _positive("epochs_per_batch", given.get("epochs_per_batch")) or 1
     if train % accumulation:
         raise ValueError(
             f"--train-batch-size {train} does not split into --gradient-accumulation-steps {accumulation} "
@@ -289,9 +290,10 @@ def _sizes(given: Mapping[str, Any], rollout: int | None, train: int | None) -> 
     if train > rollout:
         # One optimizer step over several passes: the weights do not change between them, so each pass gives the same
         # gradient and their mean is that of one pass.
+        micro = next(size for size in range(max(1, rollout // accumulation), 0, -1) if rollout % size == 0)
         return {
-            "batch_size": max(1, rollout // accumulation),
-            "gradient_accumulation_steps": rollout // max(1, rollout // accumulation),
+            "batch_size": micro,
+            "gradient_accumulation_steps": rollout // micro,
             "mini_batches": 1,
             "epochs_per_batch": epochs * rollout // train,
         }

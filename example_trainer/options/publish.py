@@ -8,10 +8,12 @@ from typing import Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from atropos_api.common.identity import Address, Host
+from atropos_api.common.identity import Address, Host, split_address
 from atropos_api.common.secrets import SECRET
 from example_trainer.options.modes import MODES, BridgeMode, Mode
 
+THIS_HOST = frozenset({"127.0.0.1", "localhost", "::1"})
+"""Values of `--vllm-host` under which the inference server is on this host."""
 InFlight = Literal["drain", "recompute", "finish", "keep_kv"]
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks for which vLLM has buffers."""
@@ -25,7 +27,10 @@ class PublishOptions(BaseModel):
     """The publishing of new weights to the inference server."""
 
     weight_bridge_mode: BridgeMode = Field(
-        "none", description="shared_vllm, lora_only, lora_restart, or none (checkpoint, restart)."
+        "none",
+        description="How trained weights reach the server: shared_vllm writes them into the memory that vLLM reads, "
+        "lora_only sends adapters to the running server, lora_restart writes an adapter and none a checkpoint, with "
+        "which the server is started again.",
     )
     vllm_host: Host = Field("127.0.0.1", description="Host of the vLLM server.")
     vllm_port: int = Field(9001, ge=1, le=65535, description="Port of the vLLM server.")
@@ -41,8 +46,20 @@ class PublishOptions(BaseModel):
         "restart",
         description="How mode none serves a checkpoint: by a new server, or by making the running one read it.",
     )
+    standby_server: bool = Field(
+        True,
+        description="Keep the process of the next server ready in none and lora_restart, with everything imported, "
+        "where memory allows.",
+    )
+    registered_servers: bool = Field(
+        False,
+        description="Publish to the servers of --policy that are registered at the broker (vllm_api_server "
+        "--broker-url), instead of to addresses; servers may come and go during the run.",
+    )
     start_vllm: Literal["auto", "never"] = Field(
-        "auto", description="lora_only: if no server answers at --vllm-port, auto starts one, never waits for one."
+        "auto",
+        description="lora_only: if no server answers at --vllm-port, auto starts one, never waits for one. With "
+        "--registered-servers never keeps atropos-grpo-run from starting servers.",
     )
     inference_urls: list[Address] | None = Field(
         None,
@@ -50,7 +67,13 @@ class PublishOptions(BaseModel):
     )
     broadcast_backend: Literal["gloo", "nccl"] = Field(
         "gloo",
-        description="Backend that sends weights to the servers of --num-inference-nodes (MASTER_ADDR, MASTER_PORT).",
+        description="Backend that sends weights to the servers of --num-inference-nodes; nccl needs a GPU for each.",
+    )
+    broadcast_address: str | None = Field(
+        None,
+        description="HOST or HOST:PORT at which the servers of --num-inference-nodes meet the trainer, reachable from "
+        "each of them; unset: $MASTER_ADDR, else this host's loopback, with $MASTER_PORT, or any free port if there "
+        "are several trainer processes or torchrun has started this one.",
     )
     sync_check: str = Field(
         "auto",
@@ -60,11 +83,19 @@ class PublishOptions(BaseModel):
     )
     gpu_memory_utilization: float = Field(0.45, gt=0.0, le=1.0, description="vLLM's share of GPU memory.")
     vllm_gpu: int | None = Field(
-        None, ge=0, description="GPU of vLLM (of the first server, if there are several); unset: the trainer's."
+        None,
+        ge=0,
+        description="Index of vLLM's GPU among those that CUDA_VISIBLE_DEVICES leaves visible: the first, if there are "
+        "several servers or tensor-parallel ranks, which take the following ones; unset: the trainer's.",
     )
     max_model_len: int = Field(4096, ge=1, description="Maximum context length of the server.")
     vllm_tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks of vLLM.")
     vllm_quantization: str | None = Field(None, description="Quantisation of the served model.")
+    vllm_head_dtype: Literal["float32", "auto"] = Field(
+        "float32",
+        description="Dtype of the server's output head; auto: vLLM's own, which rounds logits to --dtype, so that "
+        "logprobs agree less closely.",
+    )
     vllm_enable_sleep_mode: bool = Field(False, description="Enable vLLM's sleep mode.")
     bridge_token: str | None = Field(
         None,
@@ -75,7 +106,12 @@ class PublishOptions(BaseModel):
     drain_seconds: float = Field(
         DRAIN_SECONDS, ge=0.0, description="Seconds that running requests get to end under the old weights."
     )
-    in_flight: InFlight = Field("drain", description="Treatment of running requests in a publish.")
+    in_flight: InFlight = Field(
+        "drain",
+        description="Running requests in a publish: drain lets them end for --drain-seconds and pauses the rest, "
+        "recompute pauses all at once, finish waits for all to end. The KV entries of paused requests are computed "
+        "again; keep_kv pauses all and keeps them.",
+    )
     sync_budget: float = Field(
         0.2,
         gt=0.0,
@@ -87,6 +123,29 @@ class PublishOptions(BaseModel):
     alignment_sample_sequences: int = Field(
         16, ge=0, description="Sequences sampled per step for comparing logprobs with older versions."
     )
+
+    @field_validator("broadcast_address")
+    @classmethod
+    def _check_broadcast_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            split_address(value)
+        return value
+
+    def server_gpus(self, index: int = 0) -> str | None:
+        """Return the numbers of the GPUs of the server with this index, one for each of its workers, with commas.
+
+        None if `--vllm-gpu` gives none: a server then takes the first that it sees.
+        """
+        if self.vllm_gpu is None:
+            return None
+        size = self.vllm_tensor_parallel_size
+        first = self.vllm_gpu + index * size
+        return ",".join(str(number) for number in range(first, first + size))
+
+    @property
+    def vllm_url(self) -> str:
+        """The address of the server at `--vllm-port`."""
+        return f"http://{self.vllm_host}:{self.vllm_port}"
 
     @property
     def mode(self) -> Mode:

@@ -1,6 +1,7 @@
 """`TrainingOptions`: all sections of the trainer's options in one flat model, and the values derived from them.
 
-`RunOptions` (addresses, directories, checkpoints) and `TrackingOptions` (reporting of metrics) are defined here.
+`RunOptions` (addresses, directories, checkpoints), `TrackingOptions` (reporting of metrics) and `ObservabilityOptions`
+are defined here.
 
 `conflicts.py` checks these options; `config.TrainingConfig` is this model with that check. It loads no torch.
 """
@@ -14,13 +15,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from atropos_api.common.identity import Address
+from atropos_api.common.observability import LogForm, MetricsHost, MetricsPort, TracesEndpoint
 from atropos_api.common.option_flags import aliases
 from atropos_api.common.secrets import SECRET
 from example_trainer.monitoring.health import ANY_SIGN, parse_limits, sign_names
 from example_trainer.options.model import BatchOptions, LoraOptions, ModelOptions, OptimizerOptions
 from example_trainer.options.objective import ObjectiveOptions
 from example_trainer.options.presets import CourseOptions, PresetOptions
-from example_trainer.options.publish import SYNC_CHECKS, PublishOptions
+from example_trainer.options.publish import SYNC_CHECKS, THIS_HOST, PublishOptions, versions_kept
 from example_trainer.options.without_effect import settings_without_effect
 
 MOST_SERVERS = 512
@@ -51,6 +53,11 @@ class RunOptions(BaseModel):
         False,
         description="Save each received batch as rollouts/batch-N.atb in the run directory, for atropos replay.",
     )
+    recorded_tokens: int = Field(
+        16_384,
+        ge=0,
+        description="Trained tokens of each step whose values the page shows and trained.jsonl has; 0: none.",
+    )
     keep_last: int = Field(0, ge=0, description="Keep the last K checkpoints; 0 keeps all.")
     resume: str | None = Field(None, description="auto (newest checkpoint, if any) or the path of a checkpoint.")
     atropos_url: Address = Field("http://localhost:8000", description="URL of the broker (run-api).")
@@ -66,6 +73,9 @@ class RunOptions(BaseModel):
         json_schema_extra=aliases("token_file"),
     )
     take_over: bool = Field(False, description="Begin even if another trainer uses the broker; its run is closed.")
+    policy: str = Field(
+        "default", min_length=1, max_length=200, description="Policy that the run trains, among those at the broker."
+    )
     max_staleness: int | None = Field(
         None, ge=0, description="Refuse rollouts older than this many steps; unset: the broker's."
     )
@@ -89,7 +99,8 @@ class RunOptions(BaseModel):
         le=MOST_SERVERS,
         description="Number of servers that the weights (shared_vllm) or adapters (lora_only) are sent to; 0: one "
         "server on this host. In shared_vllm atropos-grpo-run starts them here unless --vllm-host names another host "
-        "or --inference-urls is set; in lora_only they run already.",
+        "or --inference-urls is set; in lora_only they run already. With --registered-servers: number that the run "
+        "waits for before its first publish, one at least; atropos-grpo-run starts them here.",
     )
 
 
@@ -141,12 +152,22 @@ class TrackingOptions(BaseModel):
         return value
 
 
+class ObservabilityOptions(BaseModel):
+    """The observation of the process: logs, traces, metrics for Prometheus."""
+
+    log_format: LogForm = "text"
+    metrics_port: MetricsPort = None
+    metrics_host: MetricsHost = "127.0.0.1"
+    otlp_traces_endpoint: TracesEndpoint = None
+
+
 USUAL_LR_OF_LARGE_MODELS = 6e-6
 
 
 class TrainingOptions(
     PresetOptions,
     CourseOptions,
+    ObservabilityOptions,
     TrackingOptions,
     RunOptions,
     PublishOptions,
@@ -161,7 +182,7 @@ class TrainingOptions(
     Base classes are in the order in which they process the given values; options are listed in the reverse order.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
     @property
     def sequences_per_batch(self) -> int:
@@ -178,16 +199,43 @@ class TrainingOptions(
         return self.token_budget or self.batch_size * self.seq_len
 
     @property
+    def aggregation_length(self) -> int:
+        """The number of tokens by which `--loss-aggregation constant` divides a sequence's sum."""
+        return self.max_response_tokens or self.seq_len
+
+    @property
     def broadcasts(self) -> bool:
         """True if weights are sent to several servers, which share no memory with the trainer."""
-        return self.mode.shares_memory and self.num_inference_nodes > 0
+        return self.mode.shares_memory and (self.num_inference_nodes > 0 or self.registered_servers)
+
+    @property
+    def servers_outlive_publish(self) -> bool:
+        """True if servers take one publish after the other, so that the trainer starts none of its own."""
+        return self.mode.server_outlives_publish or self.registered_servers
 
     @property
     def server_urls(self) -> tuple[str, ...]:
-        """The addresses of the servers of `--num-inference-nodes`, or of the one at `--vllm-port`."""
+        """The addresses of the servers of `--num-inference-nodes`, or of the one at `--vllm-port`; none if they are the
+        broker's.
+        """
+        if self.registered_servers:
+            return ()
         count = max(1, self.num_inference_nodes)
         ports = range(self.vllm_port, self.vllm_port + count)
         return tuple(self.inference_urls or (f"http://{self.vllm_host}:{port}" for port in ports))
+
+    @property
+    def local_servers(self) -> int:
+        """Number of the policy's servers that run here, as far as they are not said to run elsewhere."""
+        if self.registered_servers:
+            return 0 if self.start_vllm == "never" else max(1, self.num_inference_nodes)
+        return self.num_inference_nodes if self.broadcasts else 1
+
+    @property
+    def serves_here(self) -> bool:
+        """True if the inference servers are on this host."""
+        addressed = self.vllm_host in THIS_HOST and not self.inference_urls
+        return self.shares_memory or (addressed and self.local_servers > 0)
 
     @property
     def shares_memory(self) -> bool:
@@ -198,6 +246,11 @@ class TrainingOptions(
     def trains_adapter(self) -> bool:
         """True if an adapter on a frozen base is trained, not the weights themselves."""
         return self.mode.trains_adapter
+
+    @property
+    def served_adapters(self) -> int:
+        """Number of adapters that a server keeps: one, if a publish replaces the server."""
+        return versions_kept(self.max_staleness) if self.mode.server_outlives_publish else 1
 
     @property
     def publish_interval(self) -> int:

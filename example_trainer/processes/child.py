@@ -85,8 +85,10 @@ class ChildSpec:
     """True if exit code 0 is a success and not a loss (trainer, environments)."""
     watch_descendants: bool = True
     """True if the program has failed when one of its long-lived processes vanishes."""
-    restarts: int = 0
-    """The number of restarts allowed after failures."""
+    may_restart: bool = False
+    """True if the program goes on where it was when it is started again."""
+    why_final: str = ""
+    """Reason why its end cannot be mended, where that is not obvious."""
     secret_settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Secret settings, kept out of records and command lines: the program reads them from a temporary file."""
 

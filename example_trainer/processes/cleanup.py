@@ -51,10 +51,6 @@ class SharedMemoryLedger:
         self._owned: set[str] = set()
         self._undecided: dict[str, _Sighting] = {}
 
-    @property
-    def owned(self) -> frozenset[str]:
-        return frozenset(self._owned)
-
     def observe(self, processes: Iterable[psutil.Process]) -> frozenset[str]:
         """Record which new files `processes` have mapped; return those recorded by this call.
 

@@ -4,27 +4,28 @@ A launcher finds a free port, or names the process that holds a taken one. A ser
 before anything is loaded, or inherited from the process that starts it. A process that replaces one server by another
 owns the listening socket and gives each server a copy, so that connections queue up while none accepts, and three
 more sockets: one on which the old server hands over its connections, one on which the new server hands over its own
-when it stops, and one on which a byte tells the starter that the server is ready to serve.
+when it stops, and one on which a byte tells the starter that the server is ready to serve. A standby server, which has
+imported everything before it is needed, has a fourth, on which the starter tells it what to serve.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
-from atropos_api.common.secrets import program_words
 from example_trainer.errors import CannotServe, TrainerError
 from example_trainer.processes.tree import describe
 
 LOOPBACK = "127.0.0.1"
-THIS_HOST = frozenset({LOOPBACK, "localhost", "::1"})
 LAST_PORT = 65535
 
 
@@ -103,17 +104,20 @@ def holder(port: int) -> psutil.Process | None:
 
 
 def _by(port: int) -> str:
+    """Return ` by pid 12 (its command)`, as far as this user may see it."""
     try:
         process = holder(port)
-    except psutil.Error:
+    except psutil.Error:  # it has ended meanwhile
         return ""
-    return f" by {describe(process)}" if process else ""
+    return f" by {describe(process)}" if process else f" by a process that user {os.getuid()} may not inspect"
 
 
 INHERITED_SOCKETS = "ATROPOS_SERVER_SOCKETS"
 BACKLOG = 2048
 BEGUN_ANSWERS_SECONDS = 30.0
 """The time that a replaced server gives to answers that have begun, after the time for running requests is over."""
+
+_LONGEST_SETTINGS_BYTES = 1 << 16
 
 DONE = b"done"
 """The last message of a handover."""
@@ -129,12 +133,24 @@ class ServerSockets:
     predecessor: socket.socket | None = None
     successor: socket.socket | None = None
     loaded: socket.socket | None = None
+    standby: socket.socket | None = None
 
     def tell_loaded(self) -> None:
         """Tell the starter that this server is loaded and waits only for the server before it."""
         if self.loaded is not None:
             self.loaded.send(b"1")
             self.loaded.close()
+
+    def wait_for_settings(self) -> dict[str, Any] | None:
+        """Return the settings that change when this server begins to serve: none at once if it is no standby.
+
+        A standby waits for them, and gets None once its starter needs it no more.
+        """
+        if self.standby is None:
+            return {}
+        with self.standby:
+            message = self.standby.recv(_LONGEST_SETTINGS_BYTES)
+        return json.loads(message) if message else None
 
 
 def open_sockets(host: str, port: int, environ: MutableMapping[str, str]) -> ServerSockets:
@@ -187,25 +203,7 @@ def listen(host: str, port: int, *, flag: str = "--port") -> socket.socket:
     except OSError as error:
         listening.close()
         if error.errno == errno.EADDRINUSE:
-            raise CannotServe(f"port {port} is taken{_by_whom(port)}; choose another with {flag}") from error
+            raise CannotServe(f"port {port} is taken{_by(port)}; choose another with {flag}") from error
         hint = f"check {flag.replace('port', 'host')} and {flag}"
         raise CannotServe(f"cannot listen on {host}:{port}: {error.strerror}; {hint}") from error
     return listening
-
-
-def _by_whom(port: int) -> str:
-    """Return `by process 12 (its command)`, as far as this user may see it."""
-    import psutil
-
-    try:
-        for connection in psutil.net_connections(kind="tcp"):
-            if (
-                connection.laddr
-                and connection.laddr.port == port
-                and connection.status == psutil.CONN_LISTEN
-                and connection.pid
-            ):
-                return f" by process {connection.pid} ({program_words(psutil.Process(connection.pid).cmdline())})"
-    except psutil.Error:
-        pass
-    return f" by a process that user {os.getuid()} may not inspect"

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,7 +22,6 @@ from atropos_api.common.secrets import program_words
 
 MARK_VARIABLE = "ATROPOS_RUN_TREE"
 ORPHAN_GRACE_SECONDS = 1.5
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 
@@ -178,60 +176,3 @@ PACKAGE_ROOT = Path(example_trainer.__file__).resolve().parents[1]
 def python_path() -> str:
     """Return `PYTHONPATH` for children: the folder of our packages first, then the present value."""
     return os.pathsep.join([str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-_SPARE = 1.25
-_SPARE_BYTES = 1 << 30
-_QUERY_SECONDS = 10.0
-
-
-def has_room(running: Iterable[psutil.Process], *, gpu: int | None, gpu_share: float | None) -> bool:
-    """Return True if a server like the one of these processes could run next to it, in host memory and on its GPU."""
-    needed_bytes = _resident_bytes(running) * _SPARE + _SPARE_BYTES
-    return needed_bytes < psutil.virtual_memory().available and _gpu_has_room(gpu, gpu_share or 1.0)
-
-
-def holds_gpu_memory(pids: Iterable[int], gpu: int | None) -> bool:
-    """Return True if the driver still counts GPU memory of one of these processes; False without a GPU."""
-    users = {int(line) for line in _query_driver("--query-compute-apps=pid", gpu) if line.isdigit()}
-    return not users.isdisjoint(pids)
-
-
-def gpu_memory_bytes(gpu: int) -> float | None:
-    """Return the memory of the GPU with this number among those that this process sees; None if there is none."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(gpu)]
-    if visible is not None:
-        names = [name.strip() for name in visible.split(",") if name.strip()][gpu : gpu + 1]
-    if not names or names == ["-1"]:
-        return None
-    lines = _query_driver("--query-gpu=memory.total", names[0])
-    return float(lines[0]) * 2**20 if lines and lines[0].replace(".", "").isdecimal() else None
-
-
-def _gpu_has_room(gpu: int | None, share: float) -> bool:
-    lines = _query_driver("--query-gpu=memory.free,memory.total", gpu)
-    if not lines:
-        return True  # a machine without a GPU
-    free, total = (float(part) for part in lines[0].split(","))
-    return free > share * total
-
-
-def _query_driver(query: str, gpu: int | str | None) -> list[str]:
-    """Return the lines of nvidia-smi's output; none if there is no such program or GPU."""
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-i", str(gpu or 0)]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in answer.stdout.splitlines()]
-
-
-def _resident_bytes(processes: Iterable[psutil.Process]) -> int:
-    total = 0
-    for process in processes:
-        try:
-            total += process.memory_info().rss
-        except psutil.Error:
-            continue
-    return total

@@ -12,12 +12,13 @@ import itertools
 import logging
 from collections import Counter, UserDict
 from collections.abc import Awaitable, Callable, Iterator, ValuesView
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from atropos_api.common.malloc import return_freed_memory
+from example_trainer.errors import WorkerFailed
 from example_trainer.serving.engine import EngineAdapter
 from example_trainer.serving.problems import Problem
 from example_trainer.weight_protocol.shm_header import PolicyVersion
@@ -122,7 +123,8 @@ class Adapters:
             if not (Path(path) / "adapter_config.json").is_file():
                 raise Problem(422, "bad-adapter", f"{path} holds no adapter_config.json, so it is not a PEFT adapter")
             request = self._request(name, path)
-            await self._try(self._engine.async_llm.add_lora(request), f"the adapter at {path}")
+            loading = self._engine.call_worker("atropos_load_adapter", name, request.adapter_id, path)
+            await self._try(loading, request, f"the adapter at {path}")
             self._register(Adapter(name, path, version, request), activate=activate)
         return self.status()
 
@@ -139,7 +141,7 @@ class Adapters:
             self._check(name, version)
             request = self._request(name, f"{MEMORY_PATH}{self._boot_id}/{name}")
             adding = self._engine.call_worker("atropos_add_adapter", name, request.adapter_id, request.path, body)
-            loaded = await self._try(adding, f"adapter {name}")
+            loaded = await self._try(adding, request, f"adapter {name}")
             self._register(Adapter(name, request.path, version, request, loaded["digest"]), activate=activate)
         return self.status() | {"digest": loaded["digest"], "boot_id": self._boot_id}
 
@@ -167,18 +169,25 @@ class Adapters:
         adapter = self._loaded.get(name)
         if adapter is None or adapter.digest is None:
             raise Problem(404, "unknown-adapter", f"no adapter {name!r} was sent; GET /lora/status lists them")
-        found = await self._engine.call_worker("atropos_check_adapter", adapter.request.adapter_id, adapter.path)
-        return dict(found)
+        found = await self._engine.call_workers("atropos_check_adapter", adapter.request.adapter_id, adapter.path)
+        misplaced = {name: None for each in found for name in each["misplaced"]}
+        return {**found[0], "misplaced": list(misplaced)}
+
+    @property
+    def count(self) -> int:
+        """Number of loaded adapters."""
+        return len(self._loaded)
 
     async def counters(self) -> dict[str, Any]:
         return dict(await self._engine.call_worker("atropos_adapter_counters")) if self.enabled else {}
 
-    async def _try(self, adding: Awaitable[Any], what: str) -> Any:
+    async def _try(self, adding: Awaitable[Any], request: Any, what: str) -> Any:
         try:
             return await adding
-        except Exception as error:
-            cause = str(error).rpartition("failed: ")[2]
-            raise Problem(422, "bad-adapter", f"vLLM does not accept {what}: {cause}") from error
+        except WorkerFailed as error:
+            with suppress(WorkerFailed):  # other ranks may have loaded it
+                await self._engine.call_worker("atropos_drop_adapter", request.adapter_id, request.path)
+            raise Problem(422, "bad-adapter", f"vLLM does not accept {what}: {error}") from error
 
     def _request(self, name: str, path: str) -> Any:
         from vllm.lora.request import LoRARequest

@@ -1,10 +1,10 @@
 """The running server: vLLM's application with Atropos' routes, from warm-up to an orderly stop.
 
-vLLM builds its engine and its application; `Serving.serve` replaces vLLM's own function of that kind, the only place
+vLLM builds its engine and its application; `ServerRun.serve` replaces vLLM's own function of that kind, the only place
 where vLLM's start is intercepted. It answers once the previous server, if there is one, has handed over its
 connections. Its stop has its own order too, because vLLM's waits for replies that a stopped engine never sends.
-`Front` is the outermost ASGI layer: it answers `/generate` and admits requests of vLLM's generating routes through the
-same admission gate.
+`ServerASGI` is the outermost ASGI layer: it answers `/generate` and admits requests of vLLM's generating routes through
+the same admission gate.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ import socket
 import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from prometheus_client import REGISTRY
 
+from atropos_api.client import AsyncBrokerClient
+from atropos_api.common.logs import LogContext
 from example_trainer.errors import CannotServe
 from example_trainer.processes.ports import ServerSockets
 from example_trainer.serving import startup
 from example_trainer.serving.adapters import Adapters
-from example_trainer.serving.auth import Sites, refuse_without_key
+from example_trainer.serving.auth import AllowedHosts, Headers, bearer, refuse_without_key
 from example_trainer.serving.bridge_routes import (
     make_bridge_router,
     make_broadcast_router,
@@ -36,15 +40,17 @@ from example_trainer.serving.bridge_routes import (
     make_lora_router,
 )
 from example_trainer.serving.checkpoint_shapes import declared_shapes
-from example_trainer.serving.config import ServerConfig
+from example_trainer.serving.config import RegistrationIdentity, ServerConfig
 from example_trainer.serving.engine import EngineAdapter
 from example_trainer.serving.fence import AdmissionGate, Fence
 from example_trainer.serving.generate import GenerateHandler, Receive, Scope, Send
 from example_trainer.serving.handover import HandoverServer, hand_over, take_over
+from example_trainer.serving.metrics import ServerMetrics
 from example_trainer.serving.problems import Problem, list_served_names, refuse_malformed_bodies, tell_unknown_routes
+from example_trainer.serving.registration import Registration
 from example_trainer.serving.responses import Replies
 from example_trainer.serving.startup import StartingAnswers
-from example_trainer.serving.state import ServerState, warm_up
+from example_trainer.serving.state import ServerState, head_dtype_of, warm_up
 from example_trainer.serving.vllm.compat import end_engine, engine_processes
 from example_trainer.serving.vllm.failure_cause import how_ended
 from example_trainer.weight_protocol.base_record import read_base_record
@@ -73,7 +79,7 @@ _TAKEN_OVER = {f"/v1/{name}": f"/lora/{name}" for name in ("load_lora_adapter", 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class Front:
+class ServerASGI:
     """Wraps vLLM's application, which stays as it is.
 
     If there are API keys, every route but health needs one. vLLM's own routes for adapters are replaced: its loading in
@@ -88,14 +94,17 @@ class Front:
         *,
         root_path: str,
         keys: list[bytes],
-        sites: Sites,
+        allowed_hosts: AllowedHosts,
+        check: Callable[[Headers], None] = lambda _: None,
     ) -> None:
+        """Keep the arguments; `check` raises the refusal of a request for tokens with these headers."""
+        self._check = check
         self._app = app
         self._generate = generate
         self._gate = gate
         self._root_path = root_path.rstrip("/")
         self._keys = keys
-        self._sites = sites
+        self._allowed_hosts = allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in {"http", "websocket"} or scope.get("method") == "OPTIONS":
@@ -105,7 +114,7 @@ class Front:
         try:
             if path not in _OPEN:
                 refuse_without_key(scope["headers"], self._keys)
-                self._sites.check(scope.get("method", "POST"), path, scope["headers"])
+                self._allowed_hosts.check(scope.get("method", "POST"), path, scope["headers"])
             if scope["type"] == "websocket":
                 await self._app(scope, receive, send)
                 return
@@ -129,21 +138,21 @@ class Front:
             await self._app(scope, receive, send)
 
     async def _answer_admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._gate.enter()
+        await self._gate.enter(partial(self._check, scope["headers"]))
         try:
             await self._app(scope, receive, send)
         finally:
             self._gate.leave()
 
 
-def with_cors(front: Application, args: Any) -> Application:
+def with_cors(asgi: Application, args: Any) -> Application:
     """Allow the pages in vLLM's `--allowed-origins` to read these answers too."""
     if not args.allowed_origins:
-        return front
+        return asgi
     from starlette.middleware.cors import CORSMiddleware
 
     return CORSMiddleware(
-        front,
+        asgi,
         allow_origins=args.allowed_origins,
         allow_credentials=args.allow_credentials,
         allow_methods=args.allowed_methods,
@@ -165,17 +174,28 @@ _GRACE_SECONDS = 2
 _WATCH_SECONDS = 0.5
 
 
-class Serving:
+class ServerRun:
     """Serves one application built by vLLM, from warm-up to stop."""
 
     def __init__(
-        self, config: ServerConfig, sockets: ServerSockets, starting: StartingAnswers | None, *, boot_id: str
+        self,
+        config: ServerConfig,
+        sockets: ServerSockets,
+        starting: StartingAnswers | None,
+        *,
+        boot_id: str,
+        logs: LogContext,
+        identity: RegistrationIdentity | None = None,
     ) -> None:
+        """Keep the arguments; with `identity` the server registers at the broker."""
         self._config = config
+        self._identity = identity
+        self._logs = logs
         self._sockets = sockets
         self._starting = starting
         self._boot_id = boot_id
         self._made_at = time.monotonic()
+        self._stop = asyncio.Event()
         self._token: str | None = None
         # Read before vLLM loads the files: a trainer may replace the directory later.
         self._base = read_base_record(config.model)
@@ -190,12 +210,12 @@ class Serving:
 
     async def serve(self, app: FastAPI, sock: socket.socket, **options: Any) -> Awaitable[None]:
         """Replace vLLM's `serve_http`: return the awaitable that vLLM awaits once the engine is down."""
-        stop = asyncio.Event()
+        stop = self._stop
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         state = await self._prepare(app)
-        server = _make_server(self._make_front(app, state), options)
+        server = _make_server(self._make_asgi(app, state), options)
         app.state.server = server
         self.ready = True
         seconds = time.monotonic() - self._made_at
@@ -206,12 +226,20 @@ class Serving:
             return _nothing()
         server.arrived = arrived
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+        registering = None if state.registration is None else asyncio.ensure_future(state.registration.run())
         self.engine_end = await _watch(serving, stop, state)
+        if state.registration is not None and registering is not None:
+            registering.cancel()
+            await state.registration.drain()
         await _stop(serving, server, state, self._sockets.successor)
+        if state.registration is not None:
+            await state.registration.leave()
         return _nothing()
 
     async def _prepare(self, app: FastAPI) -> ServerState:
         engine = EngineAdapter(app.state.engine_client)
+        await engine.check_engine_core()
+        startup.check_replaceable(self._config, os.environ, **engine.derivations())
         token = self._config.token(os.environ) or secrets.token_urlsafe(24)
         manifest = await self._share(engine, token) if self._config.shares(os.environ) else None
         await warm_up(engine)
@@ -235,15 +263,20 @@ class Serving:
             adapters=adapters,
             manifest=manifest,
             base_digest=self._base.digest if self._base else None,
+            head_dtype=await head_dtype_of(engine, self._config.model),
             checkpoint_shapes=declared_shapes(self._config.model, engine.async_llm.model_config.revision),
         )
+        if self._identity is not None:
+            state.registration = self._register(state, self._identity)
         if manifest is not None:
             state.manifest_path = write_manifest(manifest, self._config.manifest_directory(os.environ))
             logger.info("weights are shared; trainers find them through %s", state.manifest_path)
         elif self._config.enable_lora or self._config.awaits_policy(os.environ):
-            state.token_path = write_token(self._config.manifest_directory(os.environ), token)
+            state.token_path = write_token(self._config.manifest_directory(os.environ), token, port=self._config.port)
             self._token = token
         app.state.atropos = state
+        REGISTRY.register(ServerMetrics(state))
+        self._logs.describe(lambda: {"policy_version": state.policy_version})
         app.include_router(make_bridge_router())
         app.include_router(make_lora_router())
         app.include_router(make_broadcast_router())
@@ -290,6 +323,25 @@ class Serving:
             on_active=fence.serve_adapters,
         )
 
+    def _register(self, state: ServerState, identity: RegistrationIdentity) -> Registration:
+        assert self._config.broker_url is not None
+        token = state.bridge_token.encode()
+        return Registration(
+            AsyncBrokerClient(self._config.broker_url, token=self._config.broker_source(os.environ), retry_seconds=0.0),
+            identity,
+            state.load,
+            is_trainer=lambda headers: secrets.compare_digest(bearer(headers), token),
+            on_drain=lambda: self._end_when_drained(state.gate),
+        )
+
+    def _end_when_drained(self, gate: AdmissionGate) -> None:
+        async def end() -> None:
+            await gate.wait_until_empty(None)
+            logger.info("drained; the server ends")
+            self._stop.set()
+
+        self._ending = asyncio.ensure_future(end())
+
     async def _serve_first(self, adapters: Adapters, path: str) -> None:
         version = self._config.policy_version
         name = "policy" if version is None else f"policy-v{version}"
@@ -301,24 +353,37 @@ class Serving:
     def _url(self) -> str:
         return f"http://{_reachable(self._config.host)}:{self._config.port}"
 
-    def _make_front(self, app: FastAPI, state: ServerState) -> Application:
+    def _make_asgi(self, app: FastAPI, state: ServerState) -> Application:
         tokenizer = state.engine.async_llm.tokenizer
         replies = Replies(boot_id=self._boot_id, tokenizer=tokenizer)
-        generate = GenerateHandler(state.engine, state.fence, state.gate, state.adapters, replies, tokenizer)
+        check: Callable[[Headers], None] = lambda _: None  # noqa: E731  an unregistered server refuses nothing
+        if state.registration is not None:
+            check = state.registration.check_unless_trainer
+        generate = GenerateHandler(state.engine, state.fence, state.gate, state.adapters, replies, tokenizer, check)
         args: Namespace = app.state.args
         keys = keys_of(args, bridge_token=state.bridge_token)
         names = [state.hostname, *self._config.allowed_hosts]
-        sites = Sites(host=self._config.host, names=names, origins=args.allowed_origins, has_keys=bool(keys))
-        front = Front(app, generate, state.gate, root_path=args.root_path or "", keys=keys, sites=sites)
-        return with_cors(front, args)
+        allowed_hosts = AllowedHosts(
+            host=self._config.host, names=names, origins=args.allowed_origins, has_keys=bool(keys)
+        )
+        asgi = ServerASGI(
+            app,
+            generate,
+            state.gate,
+            root_path=args.root_path or "",
+            keys=keys,
+            allowed_hosts=allowed_hosts,
+            check=check,
+        )
+        return with_cors(asgi, args)
 
 
-def _make_server(front: Application, options: dict[str, Any]) -> HandoverServer:
+def _make_server(asgi: Application, options: dict[str, Any]) -> HandoverServer:
     """Return a uvicorn server with vLLM's settings for it."""
     for ours in ("enable_ssl_refresh", "peer_loads"):
         options.pop(ours, None)
     limits = {name: options.pop(name, None) for name in ("h11_max_incomplete_event_size", "h11_max_header_count")}
-    config = uvicorn.Config(front, timeout_graceful_shutdown=_GRACE_SECONDS, **options)
+    config = uvicorn.Config(asgi, timeout_graceful_shutdown=_GRACE_SECONDS, **options)
     for name, value in limits.items():
         if value is not None:
             setattr(config, name, value)

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address
-from urllib.parse import urlsplit
 
 from fastapi import Request
 
+from atropos_api.common.cross_site import PAGE_HEADERS, SAFE_METHODS, foreign_page_header, host_name, is_address
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.state import ServerState, State
 
 Headers = Iterable[tuple[bytes, bytes]]
 
-_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _COSTLY_GETS = frozenset({"/bridge/debug", "/health_generate"})
-_OWN_SITES = frozenset({b"same-origin", b"none"})
-_PAGE_HEADERS = frozenset({b"origin", b"referer", b"sec-fetch-site"})
-"""Headers that browsers add and programs do not."""
 
 _PRIVATE_DOMAINS = (".localhost", ".local", ".internal", ".home.arpa")
 """Domains under which no name can be registered, so that no attacker can point one at this machine."""
 
 
-class Sites:
+class AllowedHosts:
     """The host names under which this server accepts requests, and the pages whose requests it accepts.
 
     A request that a page of another site makes a browser send carries that page's origin. A page whose own name has
@@ -43,16 +39,16 @@ class Sites:
         origin = shown.get(b"origin")
         if origin is not None and not self._origins.isdisjoint({_text(origin).lower(), "*"}):
             return
-        by_browser = not shown.keys().isdisjoint(_PAGE_HEADERS)
-        guarded = by_browser and (method not in _SAFE_METHODS or path in _COSTLY_GETS)
+        by_browser = not shown.keys().isdisjoint(PAGE_HEADERS)
+        guarded = by_browser and (method not in SAFE_METHODS or path in _COSTLY_GETS)
         if guarded or not self._trusts_names:
             self._check_host(shown.get(b"host", b""))
         if guarded:
-            _refuse_foreign_page(shown)
+            refuse_foreign_page(shown)
 
     def _check_host(self, host: bytes) -> None:
         """Refuse a host name that an attacker could own."""
-        name = _name_of(host)
+        name = host_name(host)
         if "*" in self._names or (name is not None and (name in self._names or is_private(name))):
             return
         detail = f"Host {_text(host)!r} is not a name of this server; allow it with --allowed-hosts"
@@ -63,29 +59,13 @@ def is_private(name: str) -> bool:
     """Return True for an address, a single word, a domain that is never public, or no name, which no browser sends."""
     if "." not in name and ":" not in name:
         return True
-    if name.endswith(_PRIVATE_DOMAINS):
-        return True
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
+    return name.endswith(_PRIVATE_DOMAINS) or is_address(name)
 
 
-def refuse_foreign_page(headers: Headers) -> None:
+def refuse_foreign_page(headers: Mapping[bytes, bytes]) -> None:
     """Refuse a request that, by a browser's headers, comes from another site's page."""
-    _refuse_foreign_page(dict(headers))
-
-
-def _refuse_foreign_page(shown: dict[bytes, bytes]) -> None:
-    host = shown.get(b"host", b"").lower()
-    for name in (b"origin", b"referer"):
-        value = shown.get(name)
-        if value is not None and _netloc(value) != host:
-            raise _foreign_page(name, value)
-    site = shown.get(b"sec-fetch-site")
-    if site is not None and site not in _OWN_SITES:
-        raise _foreign_page(b"sec-fetch-site", site)
+    if (foreign := foreign_page_header(headers)) is not None:
+        raise _foreign_page(*foreign)
 
 
 def _foreign_page(name: bytes, value: bytes) -> Problem:
@@ -99,22 +79,6 @@ def _is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-def _name_of(host: bytes) -> str | None:
-    """Return the name without its port; empty if none was sent, as no browser does, and None if it is malformed."""
-    try:
-        return urlsplit(f"//{_text(host)}").hostname or ""
-    except ValueError:
-        return None
-
-
-def _netloc(url: bytes) -> bytes:
-    """Return host and port of an address; for a malformed one or `null`, a value that equals no host."""
-    try:
-        return urlsplit(_text(url)).netloc.lower().encode("latin-1") or b"null"
-    except ValueError:
-        return b"null"
 
 
 def _text(value: bytes) -> str:
@@ -144,7 +108,7 @@ def bearer(headers: Headers) -> bytes:
 def require_token(request: Request, state: State) -> None:
     """Refuse a request without the bridge token, or from another site's page."""
     headers = request.scope["headers"]
-    refuse_foreign_page(headers)
+    refuse_foreign_page(dict(headers))
     if not holds_token(request, state):
         detail = (
             "changing weights needs 'Authorization: Bearer <bridge token>': "

@@ -26,9 +26,12 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from example_trainer.options.publish import DRAIN_SECONDS, InFlight
-from example_trainer.serving.auth import holds_token, require_token
+from example_trainer.serving.auth import require_token
+from example_trainer.serving.forwarding import AdapterForwarder
 from example_trainer.serving.problems import Problem, engine_problems
+from example_trainer.serving.startup import derived_values
 from example_trainer.serving.state import ServerState, State
+from example_trainer.weight_protocol.checkpoint_files import CheckpointSource
 
 LARGEST_VERSION = 2**63 - 1
 
@@ -58,6 +61,8 @@ class Reload(BaseModel):
     path: str
     version: int = Field(ge=0, le=LARGEST_VERSION)
     drain_seconds: float = Field(DRAIN_SECONDS, ge=0, le=600)
+    source: CheckpointSource | None = None
+    """The files of the checkpoint, if the server may have to download them because it does not see the path."""
 
 
 def make_bridge_router() -> APIRouter:
@@ -74,8 +79,8 @@ def make_health_router() -> APIRouter:
 
     @router.get("/readyz")
     async def readyz(state: State) -> dict[str, Any]:
-        """Answer 200 if a request for tokens would be accepted now, else 503: no publish yet, paused or torn."""
-        state.gate.check()
+        """Answer 200 if a request for tokens would be accepted now, else 503: no publish yet, paused, torn, joining."""
+        state.check_ready()
         return {"status": "ready", "policy_version": state.policy_version}
 
     @router.get("/health_generate")
@@ -104,9 +109,11 @@ def _add_reads(router: APIRouter) -> None:
         }
 
     @router.get("/debug")
-    async def debug(request: Request, state: State) -> dict[str, Any]:
-        """Return counters to every client; with the bridge token also the checksum, for which all weights are read."""
-        return await state.debug(with_checksum=holds_token(request, state))
+    async def debug(request: Request, state: State, checksum: bool = False) -> dict[str, Any]:
+        """Return counters; `?checksum=true`, with the token, adds that of the shared weights and reads them all."""
+        if checksum:
+            require_token(request, state)
+        return await state.debug(with_checksum=checksum)
 
     @router.get("/is_paused")
     async def is_paused(state: State) -> dict[str, bool]:
@@ -146,7 +153,7 @@ def _add_publish(router: APIRouter) -> None:
 def _add_reload(router: APIRouter) -> None:
     @router.post("/reload", dependencies=[Depends(require_token)])
     async def reload(body: Reload, state: State) -> dict[str, Any]:
-        return dict(await state.reload(body.path, body.version, drain_seconds=body.drain_seconds))
+        return dict(await state.reload(body.path, body.version, drain_seconds=body.drain_seconds, source=body.source))
 
 
 def _add_switches(router: APIRouter) -> None:
@@ -196,7 +203,7 @@ class Load(PublishId):
 class Receive(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    tensors: dict[str, tuple[list[int], str]]
+    buckets: list[list[tuple[str, list[int], str]]]
     transfer_id: str = Field(min_length=1, max_length=64)
 
 
@@ -206,12 +213,23 @@ def make_broadcast_router() -> APIRouter:
 
     @router.post("/join", dependencies=guarded)
     async def join(body: Join, state: State) -> dict[str, Any]:
+        if (last := body.rank + state.workers - 1) >= body.world_size:
+            raise Problem(
+                409,
+                "cannot-receive",
+                f"the {state.workers} worker processes of this server would join as ranks {body.rank} to {last} of "
+                f"{body.world_size}; count those of every server (`workers` in /bridge/info)",
+            )
         place = (body.address, body.port, body.rank, body.world_size, body.backend)
-        return await _exchange(state, "atropos_join_broadcast", body.group_id, *place)
+        joined = await _exchange(state, "atropos_join_broadcast", body.group_id, *place)
+        return {"rank": body.rank, "gpus": [each["gpu"] for each in joined]}
 
     @router.post("/receive", dependencies=guarded)
     async def receive(body: Receive, state: State) -> dict[str, Any]:
-        return await _exchange(state, "atropos_receive_broadcast", body.transfer_id, body.tensors)
+        received = await _exchange(state, "atropos_receive_broadcast", body.transfer_id, body.buckets)
+        if len(digests := {each["digest"] for each in received}) > 1:
+            raise Problem(503, "broadcast-failed", f"the ranks of this server received different weights: {digests}", 1)
+        return received[0]
 
     @router.post("/load", dependencies=guarded)
     async def load(body: Load, state: State) -> dict[str, Any]:
@@ -226,7 +244,7 @@ def make_broadcast_router() -> APIRouter:
 
 
 class LoadedWeights:
-    """Implements `Change`: weights that the worker has loaded, with a copy of the previous ones."""
+    """Implements `ReversibleUpdate`: weights that the worker has loaded, with a copy of the previous ones."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -246,28 +264,39 @@ class LoadedWeights:
         return True
 
 
-async def _exchange(state: ServerState, method: str, *arguments: object) -> dict[str, Any]:
-    """Begin an exchange that waits for other processes, and return its result once it has ended."""
+async def _exchange(state: ServerState, method: str, *arguments: object) -> list[dict[str, Any]]:
+    """Begin an exchange that waits for other processes, and return each worker's result once it has ended."""
     await _call(state, method, *arguments)
     while True:
-        progress = await _call(state, "atropos_broadcast_progress")
-        if not progress.get("running"):
-            return progress
+        progress = await _call_all(state, "atropos_broadcast_progress")
+        if not any(each.get("running") for each in progress):
+            break
         await asyncio.sleep(_POLL_SECONDS)
+    return progress
 
 
 async def _call(state: ServerState, method: str, *arguments: object) -> dict[str, Any]:
+    """Call a method in every worker; return the reply of rank 0."""
+    return (await _call_all(state, method, *arguments))[0]
+
+
+async def _call_all(state: ServerState, method: str, *arguments: object) -> list[dict[str, Any]]:
     if state.manifest is not None or state.config.enable_lora:
         raise Problem(
             409, "cannot-receive", "a server that shares its weights or serves adapters cannot receive a broadcast"
         )
+    if reason := state.engine.parts():
+        raise Problem(409, "cannot-receive", f"{reason}, and a broadcast is for all; serve the model without that")
+    if reason := derived_values(**state.engine.derivations()):
+        raise Problem(409, "cannot-receive", f"{reason}, which a broadcast would leave as they are")
     try:
-        return dict(await state.engine.call_worker(method, *arguments))
+        return await state.engine.call_workers(method, *arguments)
     except Exception as error:
         raise Problem(503, "broadcast-failed", f"the broadcast failed on this server: {error}", 1) from error
 
 
 _MEBIBYTE = 1 << 20
+MOST_FORWARDS = 1024
 
 
 class LoadAdapter(BaseModel):
@@ -314,9 +343,19 @@ def make_lora_router() -> APIRouter:
         version: Annotated[int, Query(ge=0, le=LARGEST_VERSION)],
         name: Annotated[str | None, Query(min_length=1)] = None,
         activate: bool = True,
+        forward_to: Annotated[list[str] | None, Query(max_length=MOST_FORWARDS)] = None,
+        forward_seconds: Annotated[float, Query(gt=0, le=600)] = 60.0,
     ) -> dict[str, Any]:
+        """Serve an adapter, and pass it on to the servers at `forward_to`; `forwarded` has those that it reached."""
         body = await read_limited(request, state.config.max_adapter_bytes)
-        return await state.adapters.upload(name or f"policy-v{version}", body, version, activate=activate)
+        used = name or f"policy-v{version}"
+        answer = await state.adapters.upload(used, body, version, activate=activate)
+        if forward_to:
+            forwarder = AdapterForwarder(state.bridge_token)
+            answer["forwarded"] = await forwarder.forward(
+                used, version, body, forward_to, limit_seconds=forward_seconds
+            )
+        return answer
 
     @router.post("/load", dependencies=guarded)
     async def load(body: LoadAdapter, state: State) -> dict[str, Any]:
@@ -334,6 +373,14 @@ def make_lora_router() -> APIRouter:
     async def unload(body: NamedAdapter, state: State) -> dict[str, Any]:
         return await state.adapters.unload(body.name)
 
+    _add_vllm_routes(router)
+    return router
+
+
+def _add_vllm_routes(router: APIRouter) -> None:
+    """Add the routes that answer for vLLM's own, in their format."""
+    guarded = [Depends(require_token)]
+
     @router.post("/load_lora_adapter", dependencies=guarded, include_in_schema=False)
     async def load_by_path(body: LoadByPath, state: State) -> PlainTextResponse:
         await state.adapters.load(body.lora_name, body.lora_path, None, activate=False)
@@ -343,8 +390,6 @@ def make_lora_router() -> APIRouter:
     async def unload_by_name(body: UnloadByName, state: State) -> PlainTextResponse:
         await state.adapters.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-    return router
 
 
 async def read_limited(request: Request, limit_bytes: int) -> bytes:

@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
+import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from atropos_api.common.cliconfig import load_config_with_rest
-from atropos_api.common.secrets import SECRET
+from atropos_api.common.identity import Address
+from atropos_api.common.observability import LogForm
+from atropos_api.common.secrets import SECRET, TokenSource
+from atropos_api.wire.servers import ServerMode
+from example_trainer.processes.gpus import DEVICES, serves_from_gpu
 
-NVIDIA_DEVICE = Path("/dev/nvidia0")
+PLUGIN = "atropos_die_with_parent"
+"""Name of the plugin that vLLM's processes need, as `pyproject.toml` declares it."""
+
 PROG = "vllm_api_server"
 DESCRIPTION = """\
 Serve a model with vLLM: its OpenAI API under /v1, token-exact generation under /generate with the policy version of
@@ -30,6 +40,17 @@ _ADAPTER_SLOTS = 4
 _HOST_ADAPTERS_PER_SLOT = 4
 _JSON_LISTS = frozenset({"allowed_origins", "allowed_methods", "allowed_headers"})
 """Lists that vLLM's parser takes as JSON."""
+_ON_A_GPU = {
+    # Triton multiplies float32 matrices in TF32 by default, with 10 bits of mantissa: vLLM's attention in float32 was
+    # off by 1.6e-2 in a simulation, where the parity check allows 1.7e-4. It changes no 16-bit product.
+    "TRITON_F32_DEFAULT": "ieee",
+    # A forked engine core inherits vLLM's note that plugins are loaded and loads none: it would outlive a killed server
+    # with all of the GPU's memory, and would not tell why it failed (`failure_cause.register`).
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # It gives no logprobs of the processed distribution, so it is never used here; it would be compiled at the start,
+    # which takes minutes, nvcc and a download.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 _OWN_FIELDS = frozenset(
     {
         "share_weights",
@@ -42,7 +63,15 @@ _OWN_FIELDS = frozenset(
         "bridge_dir",
         "bridge_token",
         "allowed_hosts",
+        "broker_url",
+        "broker_token",
+        "broker_token_file",
+        "policy",
+        "server_id",
+        "advertise_url",
         "gpu_memory_utilization",
+        "head_dtype",
+        "log_format",
     }
 )
 
@@ -50,76 +79,104 @@ _OWN_FIELDS = frozenset(
 class ServerConfig(BaseModel):
     """The inference server's start options; all other keys are vLLM's."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
 
     model: str = Field(
-        description="model directory, or its name on the hub", json_schema_extra={"aliases": ["model_name"]}
+        description="Model directory, or its name on the hub.", json_schema_extra={"aliases": ["model_name"]}
     )
-    host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(9001, description="port to listen on", ge=0, le=65535)
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(9001, description="Port to listen on.", ge=0, le=65535)
     drain_seconds: float = Field(
-        0.0, description="seconds that running requests get to end when the server is stopped", ge=0
+        0.0, description="Seconds that running requests get to end when the server is stopped.", ge=0
     )
     share_weights: bool | None = Field(
         None,
-        description="share weights with a local trainer; also VLLM_ENABLE_SHARED_WEIGHTS=1 or NUM_INFERENCE_NODES=0",
+        description="Share weights with a local trainer; also VLLM_ENABLE_SHARED_WEIGHTS=1 or NUM_INFERENCE_NODES=0.",
     )
     policy_version: int | None = Field(
-        None, description="version to stamp on replies, for a server whose weights do not change", ge=0
+        None, description="Version to stamp on replies, for a server whose weights do not change.", ge=0
     )
     await_policy: bool = Field(
         False,
-        description="serve nothing until a trainer has sent its first adapter or weights; also NUM_INFERENCE_NODES=N",
+        description="Serve nothing until a trainer has sent its first adapter or weights; also NUM_INFERENCE_NODES=N.",
     )
     await_model: bool = Field(
         False,
-        description="wait until a trainer has written --model, for example the base of --load-in-4bit at "
-        "RUN_DIR/served/base, and load it then",
+        description="Wait until a trainer has written --model, for example the base of --load-in-4bit at "
+        "RUN_DIR/served/base, and load it then.",
     )
     adapter: Path | None = Field(
-        None, description="directory of a LoRA adapter to serve from the start, as --policy-version"
+        None, description="Directory of a LoRA adapter to serve from the start, as --policy-version."
     )
-    max_adapter_mib: int = Field(1024, description="largest adapter that may be sent, in MiB", ge=1)
+    max_adapter_mib: int = Field(1024, description="Largest adapter that may be sent, in MiB.", ge=1)
     bridge_dir: Path | None = Field(
-        None, description="directory for vllm_bridge_config.json; else $LOGDIR, else the current one"
+        None, description="Directory for vllm_bridge_config.json; else $LOGDIR, else the current one."
     )
     bridge_token: str | None = Field(
         None,
-        description="token that permits changing the weights; else $ATROPOS_BRIDGE_TOKEN, else random",
+        description="Token that permits changing the weights; else $ATROPOS_BRIDGE_TOKEN, else random.",
         json_schema_extra=SECRET,
+    )
+    broker_url: Address | None = Field(
+        None,
+        description="Broker to register with, for environments and trainers that follow its registry; the server then "
+        "answers only once a trainer has proven its weights, or at once with --policy-version.",
+    )
+    broker_token: str | None = Field(
+        None, description="Token of that broker; else $ATROPOS_TOKEN.", json_schema_extra=SECRET
+    )
+    broker_token_file: Path | None = Field(
+        None, description="File with that token, read again when it is refused; else $ATROPOS_TOKEN_FILE."
+    )
+    policy: str = Field("default", min_length=1, max_length=200, description="Policy that a registered server serves.")
+    server_id: str | None = Field(
+        None, description="Name of a registered server, kept over its restarts; else this machine's name and the port."
+    )
+    advertise_url: Address | None = Field(
+        None, description="Address of a registered server, where others reach it by another than --host and --port."
     )
     allowed_hosts: list[str] = Field(
         [],
-        description="public host names under which the server accepts requests, besides this machine's; * for any",
+        description="Public host names under which the server accepts requests, besides this machine's; * for any.",
     )
     gpu_memory_utilization: float | None = Field(
-        None, description="share of the GPU's memory to use; on a CPU, share of one GiB for the KV cache", gt=0, le=1
+        None, description="Share of the GPU's memory to use; on a CPU, share of one GiB for the KV cache.", gt=0, le=1
     )
-    kv_cache_memory_bytes: int | None = Field(None, description="size of the KV cache, instead of a share", gt=0)
-    dtype: str = Field("auto", description="type of weights and activations")
-    max_model_len: int | None = Field(None, description="maximum length of prompt and output together, in tokens", gt=0)
-    max_num_seqs: int | None = Field(None, description="maximum number of sequences decoded at once", gt=0)
-    seed: int = Field(0, description="seed of the engine, for requests without one")
-    enforce_eager: bool | None = Field(None, description="do not compile the model; the default on a CPU")
-    tensor_parallel_size: int = Field(1, description="GPUs that each layer is split over", ge=1)
-    pipeline_parallel_size: int = Field(1, description="GPUs that the layers are distributed over", ge=1)
-    quantization: str | None = Field(None, description="quantisation method of the weights")
-    enable_lora: bool = Field(False, description="serve adapters")
+    kv_cache_memory_bytes: int | None = Field(None, description="Size of the KV cache, instead of a share.", gt=0)
+    dtype: str = Field("auto", description="Type of weights and activations.")
+    head_dtype: Literal["float32", "auto"] = Field(
+        "float32",
+        description="Type of the output head's product, which a trainer computes in float32; auto: vLLM's own, dtype.",
+    )
+    max_model_len: int | None = Field(
+        None, description="Maximum length of prompt and output together, in tokens.", gt=0
+    )
+    max_num_seqs: int | None = Field(None, description="Maximum number of sequences decoded at once.", gt=0)
+    seed: int = Field(0, description="Seed of the engine, for requests without one.")
+    enforce_eager: bool | None = Field(None, description="Do not compile the model; the default on a CPU.")
+    tensor_parallel_size: int = Field(1, description="GPUs that each layer is split over.", ge=1)
+    pipeline_parallel_size: int = Field(1, description="GPUs that the layers are distributed over.", ge=1)
+    quantization: str | None = Field(None, description="Quantisation method of the weights.")
+    enable_lora: bool = Field(False, description="Serve adapters.")
     max_loras: int | None = Field(
         None,
-        description="maximum adapters in one batch, and number of newest versions kept; 4 if adapters are served",
+        description="Maximum adapters in one batch, and number of newest versions kept; 4 if adapters are served.",
         ge=1,
     )
-    max_lora_rank: int | None = Field(None, description="largest rank of an adapter", ge=1)
-    enable_sleep_mode: bool = Field(False, description="allow the server to release its memory on request")
-    served_model_name: list[str] | None = Field(None, description="names under which /v1 serves the model")
-    tokenizer: str | None = Field(None, description="tokenizer directory or name, if not the model's")
-    trust_remote_code: bool = Field(False, description="run code that comes with the model")
-    enable_prefix_caching: bool | None = Field(None, description="reuse the KV of common prompt prefixes")
-    logprobs_mode: Literal["processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits"] = Field(
-        "processed_logprobs", description="which logprobs replies carry; a trainer recomputes the processed ones"
+    max_lora_rank: int | None = Field(None, description="Largest rank of an adapter.", ge=1)
+    enable_sleep_mode: bool = Field(False, description="Allow the server to release its memory on request.")
+    enable_cumem_allocator: bool = Field(
+        False, description="Allocate GPU memory in vLLM's own way, as sleep mode does."
     )
-    uvicorn_log_level: str = Field("warning", description="log level of the HTTP server")
+    served_model_name: list[str] | None = Field(None, description="Names under which /v1 serves the model.")
+    tokenizer: str | None = Field(None, description="Tokenizer directory or name, if not the model's.")
+    trust_remote_code: bool = Field(False, description="Run code that comes with the model.")
+    enable_prefix_caching: bool | None = Field(None, description="Reuse the KV of common prompt prefixes.")
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits"] = Field(
+        "processed_logprobs", description="Which logprobs replies carry; a trainer recomputes the processed ones."
+    )
+    log_format: LogForm = "text"
+    uvicorn_log_level: str = Field("warning", description="Log level of the HTTP server.")
 
     @property
     def is_local(self) -> bool:
@@ -149,9 +206,28 @@ class ServerConfig(BaseModel):
         return not self.awaits_policy(environ) and (asked or "NUM_INFERENCE_NODES" in environ)
 
     def awaits_policy(self, environ: Mapping[str, str]) -> bool:
-        """Return True if a trainer sends the first policy, as it does to one of NUM_INFERENCE_NODES servers."""
-        is_node = environ.get("NUM_INFERENCE_NODES", "0") not in {"", "0"}
+        """Return True if a trainer sends the first policy: to one of NUM_INFERENCE_NODES servers, or a registered
+        one.
+        """
+        is_node = environ.get("NUM_INFERENCE_NODES", "0") not in {"", "0"} or self.broker_url is not None
         return self.await_policy or (is_node and self.share_weights is None and self.policy_version is None)
+
+    def identify(self, boot_id: str, environ: Mapping[str, str], *, encrypted: bool) -> RegistrationIdentity:
+        """Return this server as it registers at a broker."""
+        awaits = self.awaits_policy(environ)
+        scheme: Literal["http", "https"] = "https" if encrypted else "http"
+        is_named = self.host not in {"", "0.0.0.0", "::"}  # noqa: S104  these are every address, so the broker sees it
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return RegistrationIdentity(
+            server_id=self.server_id or _as_server_id(f"{socket.gethostname()}:{self.port}"),
+            boot_id=boot_id,
+            first_lease_id=secrets.token_hex(8),
+            policy=self.policy,
+            mode="fixed" if not awaits else "adapters" if self.enable_lora else "weights",
+            url=self.advertise_url or (f"{scheme}://{host}:{self.port}" if is_named else None),
+            scheme=scheme,
+            port=self.port,
+        )
 
     def manifest_directory(self, environ: Mapping[str, str]) -> Path:
         return self.bridge_dir or Path(environ.get("LOGDIR") or ".").resolve()
@@ -159,15 +235,39 @@ class ServerConfig(BaseModel):
     def token(self, environ: Mapping[str, str]) -> str | None:
         return self.bridge_token or environ.get("ATROPOS_BRIDGE_TOKEN") or None
 
-    def warnings(self, gpu: Path = NVIDIA_DEVICE) -> list[str]:
-        """Return a sentence for each setting that is valid but often a mistake; `gpu` is there on a GPU machine."""
-        if self.enable_lora and self.enforce_eager and gpu.exists():
+    def broker_source(self, environ: Mapping[str, str]) -> TokenSource:
+        """Return the token that the broker asks for."""
+        return TokenSource.settle(self.broker_token, self.broker_token_file, environ, flag="--broker-token-file")
+
+    def warnings(self, *, on_gpu: bool) -> list[str]:
+        """Return a sentence for each setting that is valid but often a mistake where vLLM serves from a GPU, or not."""
+        if self.enable_lora and self.enforce_eager and on_gpu:
             text = (
                 "--enforce-eager with --enable-lora gives up the speed of CUDA graphs, and adapters do not need it: "
                 "they are copied into buffers that the graphs read; leave --enforce-eager out"
             )
             return [text]
         return []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegistrationIdentity:
+    """A server process as it registers at a broker."""
+
+    server_id: str
+    boot_id: str
+    first_lease_id: str
+    policy: str
+    mode: ServerMode
+    url: str | None
+    """The server's address; None: the broker takes the host from which the server calls."""
+    scheme: Literal["http", "https"]
+    port: int
+
+
+def _as_server_id(name: str) -> str:
+    """Return a name with the characters that a server id may not have replaced."""
+    return re.sub(r"[^A-Za-z0-9._:~-]", "-", name).lstrip("-._:~")[:200] or "server"
 
 
 def read_config(argv: Sequence[str]) -> tuple[ServerConfig, list[str]]:
@@ -194,26 +294,46 @@ def vllm_arguments(config: ServerConfig, rest: Sequence[str], *, on_cpu: bool) -
     return [*arguments, *rest]
 
 
+def with_head_dtype(overrides: Any, head_dtype: str) -> Any:
+    """Return vLLM's `hf_overrides` with the dtype of the output head, unless they name one already.
+
+    vLLM's own head rounds the logits to the model's dtype: logits of 16 to 32 are 0.125 apart in bf16. The trainer
+    keeps fp32 from the head on, so each logprob would carry that rounding.
+    """
+    if head_dtype == "auto" or not isinstance(overrides, dict | None):
+        return overrides
+    return {"head_dtype": head_dtype, **(overrides or {})}
+
+
 def kv_budget_on_cpu(share: float | None) -> int:
     """Return the bytes of KV cache on a CPU: a share of one GiB, where vLLM would take that share of all memory."""
     return int(_GIBIBYTE * (share if share is not None else 0.5))
 
 
-def prepare_environment(environ: dict[str, str] | os._Environ[str], *, model_is_local: bool) -> None:
-    """Set the variables that vLLM and torch read when they are imported; those that the user has set stay."""
+def prepare_environment(
+    environ: dict[str, str] | os._Environ[str], *, model_is_local: bool, devices: Path = DEVICES
+) -> None:
+    """Set the variables that vLLM, torch and Triton read when they are imported; those that the user has set stay."""
     environ.setdefault("OMP_NUM_THREADS", "1")  # with the worker inside the engine core, vLLM binds no threads
     environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     environ.setdefault(
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "120"
     )  # the default of 5 s breaks clients that reuse connections
+    # vLLM binds one worker to each NUMA node, and refuses to start more workers than there are nodes. On a CPU only.
+    environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if not NVIDIA_DEVICE.exists():
+    if serves_from_gpu(environ, devices):
+        for name, value in _ON_A_GPU.items():
+            environ.setdefault(name, value)
+    else:
         # Otherwise the sampler compiles small kernels even in eager mode: 20 s, and it needs a C++ compiler.
         environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if model_is_local:
         environ.setdefault("HF_HUB_OFFLINE", "1")
+    if (allowed := environ.get("VLLM_PLUGINS")) is not None and PLUGIN not in allowed.split(","):
+        environ["VLLM_PLUGINS"] = ",".join(filter(None, [allowed, PLUGIN]))
 
 
 def _as_arguments(name: str, value: Any) -> list[str]:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from typing import Any
+
+from example_trainer.errors import CannotServe, WorkerFailed
 
 _INSTALLED = "atropos_installed"
 _INCOMPLETE = "�"
@@ -174,9 +176,52 @@ class EngineAdapter:
         self._salt = salt
 
     async def call_worker(self, method: str, *arguments: object) -> Any:
-        """Call a method of the worker extension and return its reply, parsed from JSON."""
-        replies = await self.async_llm.collective_rpc(method, args=arguments)
-        return json.loads(replies[0])
+        """Call a method of the worker extension in every worker; return the reply of rank 0, parsed from JSON.
+
+        Raise `WorkerFailed` if any rank has failed.
+        """
+        return (await self.call_workers(method, *arguments))[0]
+
+    async def call_workers(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method of the worker extension in every worker; return the replies in order of ranks.
+
+        Raise `WorkerFailed` if any rank has failed.
+        """
+        return worker_replies(await self.async_llm.collective_rpc("atropos_call", args=(method, *arguments)))
+
+    async def check_engine_core(self) -> None:
+        """Raise `CannotServe` if the process of vLLM's engine core lacks the additions for publishes."""
+        try:
+            await self.counters()
+        except Exception as error:
+            raise CannotServe(
+                f"the process of vLLM's engine core lacks the server's additions ({error}): it calls vLLM's plugins, "
+                "and the installed ones do not include this package's; run pip install -e . again"
+            ) from error
+
+    @property
+    def workers(self) -> int:
+        """The number of worker processes, each with a part of every layer, or with some of the layers."""
+        return int(self.async_llm.vllm_config.parallel_config.world_size)
+
+    def parts(self) -> str | None:
+        """Return by what a worker has a part of the layers, or requests several engines; None without such division."""
+        parallel = self.async_llm.vllm_config.parallel_config
+        if parallel.pipeline_parallel_size > 1:
+            return f"--pipeline-parallel-size {parallel.pipeline_parallel_size} gives each worker some of the layers"
+        if parallel.data_parallel_size > 1:
+            return f"--data-parallel-size {parallel.data_parallel_size} divides the requests among several engines"
+        return None
+
+    def derivations(self) -> dict[str, Any]:
+        """Return the settings of the loaded model by which vLLM derives values from its weights."""
+        vllm_config = self.async_llm.vllm_config
+        model = vllm_config.model_config
+        return {
+            "quantization": model.quantization,
+            "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
+            "is_mla": bool(model.use_mla),
+        }
 
     def adapters_in_use(self) -> set[str]:
         """Return the names of the adapters that running requests of any route use."""
@@ -207,11 +252,22 @@ class EngineAdapter:
             await self.async_llm.abort(running, internal=True)
         return len(running)
 
-    def generate(self, prompt_token_ids: list[int], params: Any, lora_request: Any = None) -> AsyncGenerator[Any, None]:
+    @property
+    def is_traced(self) -> bool:
+        """True if vLLM sends traces (`--otlp-traces-endpoint`)."""
+        return self.async_llm.vllm_config.observability_config.otlp_traces_endpoint is not None
+
+    def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: Any,
+        lora_request: Any = None,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[Any, None]:
         prompt = {"type": "token", "prompt_token_ids": prompt_token_ids}
         request_id = f"generate-{next(self._numbers)}"
         stream: AsyncGenerator[Any, None] = self.async_llm.generate(
-            prompt, params, request_id, lora_request=lora_request
+            prompt, params, request_id, lora_request=lora_request, trace_headers=trace_headers
         )
         return stream
 
@@ -246,3 +302,12 @@ class EngineAdapter:
 
 
 Counters = dict[str, int]
+
+
+def worker_replies(answers: list[dict[str, str | None]]) -> list[Any]:
+    """Return the replies of all workers, in order of ranks; raise `WorkerFailed` with the error of each that failed."""
+    failed = {rank: answer["error"] for rank, answer in enumerate(answers) if answer["error"] is not None}
+    if failed:
+        alone = len(answers) == 1
+        raise WorkerFailed("; ".join(f"{text}" if alone else f"rank {rank}: {text}" for rank, text in failed.items()))
+    return [json.loads(answer["reply"] or "null") for answer in answers]

@@ -18,6 +18,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -25,7 +26,7 @@ from example_trainer.options.publish import InFlight
 from example_trainer.serving import problems
 from example_trainer.serving.engine import Counters
 from example_trainer.serving.problems import Problem
-from example_trainer.serving.publish import Answer, Change, Lease, PastPublishes, Publish, lapsed
+from example_trainer.serving.publish import Answer, Lease, PastPublishes, Publish, ReversibleUpdate, lapsed
 from example_trainer.weight_protocol.shm_header import NO_VERSION, PolicyVersion, SegmentHeader
 
 
@@ -40,14 +41,24 @@ class AdmissionGate:
         self._empty = asyncio.Event()
         self._empty.set()
 
-    async def enter(self) -> None:
-        """Admit a request, waiting while the gate is closed; raise the refusal if there is one. Pair with `leave`."""
+    async def enter(self, permit: Callable[[], None] = lambda: None) -> None:
+        """Admit a request, waiting while the gate is closed; raise the refusal if there is one. Pair with `leave`.
+
+        `permit` raises the refusal of this request, and is asked again after each wait.
+        """
         self.check()
+        permit()
         while self._closed:
             await self._changed.wait()
             self.check()
+            permit()
         self.inside += 1
         self._empty.clear()
+
+    @property
+    def refuses(self) -> bool:
+        """True if new requests are refused, not only made to wait."""
+        return self._refusal is not None
 
     def check(self) -> None:
         """Raise the refusal, if there is one. A gate that is closed for a moment refuses no request."""
@@ -121,6 +132,9 @@ class Fence:
         self.policy_version: PolicyVersion | None = None
         self.torn = False
         self.publishes_keeping_kv = 0
+        self.publishes = 0
+        self.fence_seconds = 0.0
+        """Time for which publishes have held new requests since the start."""
         self._update_gate()
 
     @property
@@ -168,15 +182,15 @@ class Fence:
         publish.begun = asyncio.ensure_future(self._drain_and_pause(publish, drain_seconds))
         return await asyncio.shield(publish.begun)
 
-    def overwrite(self, publish_id: str, version: PolicyVersion, change: Change | None = None) -> None:
+    def overwrite(self, publish_id: str, version: PolicyVersion, update: ReversibleUpdate | None = None) -> None:
         """Mark the weights as torn until the publish ends, because the server itself is about to change them.
 
-        An abort restores the old weights through `change`. A lapse does not: if several servers change together, the
+        An abort restores the old weights through `update`. A lapse does not: if several servers change together, the
         others may have resumed under the new version by then.
         """
         publish = self._paused_publish(publish_id)
         self._check_new(version)
-        publish.change, publish.was_torn = change, self._overwriting
+        publish.update, publish.was_torn = update, self._overwriting
         self._overwriting = True
 
     def renew(self, publish_id: str) -> dict[str, object]:
@@ -194,8 +208,8 @@ class Fence:
             self._check_complete(version)
             self._allow_writes(False)
             answer = await self._resume_under(publish, version)
-        if publish.change is not None:
-            await publish.change.keep()
+        if publish.update is not None:
+            await publish.update.keep()
         return answer
 
     async def abort(self, publish_id: str) -> dict[str, object]:
@@ -208,7 +222,7 @@ class Fence:
             publish.abandoned = True
             publish.lease.stop()  # restoring weights may take longer than the lease
             try:
-                if publish.change is not None and not publish.was_torn and await publish.change.restore():
+                if publish.update is not None and not publish.was_torn and await publish.update.restore():
                     self._overwriting = False
             finally:
                 publish.lease.begin()
@@ -348,6 +362,8 @@ class Fence:
             await self._engine.resume(str(version))
         self.policy_version, self.torn, self._overwriting = version, False, False
         answer = publish.answer(version)
+        self.publishes += 1
+        self.fence_seconds += answer["fence_seconds"]
         self._close(publish, answer)
         return answer
 

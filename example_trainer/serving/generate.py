@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, MutableMapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -169,6 +170,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _MAX_BODY_BYTES = 32 << 20
 _LONG_TEXT = 4096  # characters; tokenising more in the event loop would delay all other requests
+_TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
 _JSON = (b"content-type", b"application/json")
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
@@ -185,6 +187,7 @@ class Exchange:
     send: Send
     publishes_keeping_kv: int
     adapter: Adapter | None
+    trace_headers: dict[str, str] | None
 
 
 class GenerateHandler:
@@ -198,7 +201,10 @@ class GenerateHandler:
         adapters: Adapters,
         replies: Replies,
         tokenizer: Any,
+        check: Callable[[Iterable[tuple[bytes, bytes]]], None] = lambda _: None,
     ) -> None:
+        """Keep the arguments; `check` raises the refusal of a request with these headers, if there is one."""
+        self._check = check
         self._engine = engine
         self._fence = fence
         self._gate = gate
@@ -213,7 +219,7 @@ class GenerateHandler:
             prompt = await self._tokens_of(request.prompt)
             params = sampling_params(request)
             self._adapters.named(request.model)
-            await self._gate.enter()
+            await self._gate.enter(partial(self._check, scope["headers"]))
         except Problem as problem:
             await problem.response()(scope, receive, send)
             return
@@ -223,7 +229,17 @@ class GenerateHandler:
             adapter = self._adapters.named(request.model)  # fixed here: one activated later does not apply
             publishes_keeping_kv = self._fence.publishes_keeping_kv
             await self._run_exchange(
-                Exchange(request, prompt, params, disconnected, leave, send, publishes_keeping_kv, adapter)
+                Exchange(
+                    request,
+                    prompt,
+                    params,
+                    disconnected,
+                    leave,
+                    send,
+                    publishes_keeping_kv,
+                    adapter,
+                    trace_headers_of(scope) if self._engine.is_traced else None,
+                )
             )
         except Problem as problem:
             await problem.response()(scope, receive, send)
@@ -291,7 +307,7 @@ class GenerateHandler:
 
     def _outputs(self, exchange: Exchange) -> AsyncGenerator[Any, None]:
         lora_request = exchange.adapter.request if exchange.adapter else None
-        return self._engine.generate(exchange.prompt, exchange.params, lora_request)
+        return self._engine.generate(exchange.prompt, exchange.params, lora_request, exchange.trace_headers)
 
     def _exact(self, exchange: Exchange) -> bool | None:
         now = self._fence.publishes_keeping_kv
@@ -316,6 +332,11 @@ class GenerateHandler:
 def check_finite(request: GenerateRequest, outputs: list[Any]) -> None:
     if not all_finite(outputs):
         raise problems.nothing_to_sample(limited=request.limits_sampling)
+
+
+def trace_headers_of(scope: Scope) -> dict[str, str]:
+    """Return the headers by which a request continues a trace."""
+    return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS}
 
 
 async def read_body(receive: Receive) -> bytes:

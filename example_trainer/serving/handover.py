@@ -41,7 +41,7 @@ _LOOK_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class ReceivedConnection:
     """A connection received from another server, with the bytes that server had read of a request on it."""
 
     connection: socket.socket
@@ -131,7 +131,7 @@ class HandoverServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.arrived: Sequence[Arrived] = ()
+        self.arrived: Sequence[ReceivedConnection] = ()
         """Connections to start with, received from the previous server."""
 
     @contextmanager
@@ -200,7 +200,7 @@ async def hand_over(
 
 async def take_over(
     sockets: ServerSockets, starting: StartingAnswers | None, stop: asyncio.Event
-) -> list[Arrived] | None:
+) -> list[ReceivedConnection] | None:
     """Wait until this server may answer; return the received connections, or None if it was told to stop.
 
     It waits until the previous server has passed its connections; without one it stops the `starting` answers at once.
@@ -210,7 +210,8 @@ async def take_over(
         await asyncio.to_thread(starting.stop)
     if sockets.predecessor is None:
         return []
-    arrival, stopping = asyncio.ensure_future(arriving(sockets.predecessor)), asyncio.ensure_future(stop.wait())
+    arrival = asyncio.ensure_future(receive_connections(sockets.predecessor))
+    stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait({arrival, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if arrival.done():
@@ -219,10 +220,10 @@ async def take_over(
     return None
 
 
-async def arriving(channel: socket.socket) -> list[Arrived]:
+async def receive_connections(channel: socket.socket) -> list[ReceivedConnection]:
     """Return all connections from the previous server, once it has passed the last one or has ended."""
     channel.setblocking(False)
-    arrived: list[Arrived] = []
+    arrived: list[ReceivedConnection] = []
     while True:
         await _readable(channel)
         message, descriptors, _, _ = socket.recv_fds(channel, _LONGEST_MESSAGE, _MOST_AT_ONCE + 1)
@@ -235,7 +236,7 @@ async def arriving(channel: socket.socket) -> list[Arrived]:
         with os.fdopen(content, "rb") as file:
             file.seek(0)
             for descriptor, size in zip(passed, json.loads(message), strict=True):
-                arrived.append(Arrived(socket.socket(fileno=descriptor), file.read(size)))
+                arrived.append(ReceivedConnection(socket.socket(fileno=descriptor), file.read(size)))
 
 
 async def _send(channel: socket.socket, passed: Iterable[tuple[int, bytes]]) -> None:

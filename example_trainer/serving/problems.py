@@ -76,6 +76,27 @@ def stopping() -> Problem:
     return Problem(503, "stopping", "the server is stopping", retry_after_seconds=1, closes_connection=True)
 
 
+def no_lease(server_id: str) -> Problem:
+    detail = (
+        f"server {server_id} could not renew its lease at the broker, so its policy may not be the current one; it "
+        "answers again once it has registered and a trainer has proven its weights"
+    )
+    return Problem(503, "no-lease", detail, retry_after_seconds=1)
+
+
+def joining(policy: str) -> Problem:
+    detail = (
+        f"the server is registered for the policy {policy}, and no trainer of it has proven its weights yet; one with "
+        "--registered-servers does so"
+    )
+    return Problem(503, "joining", detail, retry_after_seconds=1)
+
+
+def draining() -> Problem:
+    detail = "the server was told to drain: it ends the requests that it runs and takes no new one; ask another"
+    return Problem(503, "draining", detail, retry_after_seconds=1, closes_connection=True)
+
+
 def engine_dead() -> Problem:
     return Problem(
         503, "engine-dead", "vLLM's engine has failed; the server is stopping, see its log", retry_after_seconds=5

@@ -22,7 +22,7 @@ Answer = dict[str, float]
 _REMEMBERED = 64
 
 
-class Change(Protocol):
+class ReversibleUpdate(Protocol):
     """New weights that the server itself has put in place of the old ones, which it can still restore."""
 
     async def keep(self) -> None:
@@ -70,9 +70,9 @@ class Publish:
     engine_paused: bool = False
     """True once the engine has been paused for it."""
     recomputed_tokens: int = 0
-    change: Change | None = None
+    update: ReversibleUpdate | None = None
     was_torn: bool = False
-    """True if the weights that `change` can restore are torn as well."""
+    """True if the weights that `update` can restore are torn as well."""
     abandoned: bool = False
     """True after an abort, a lapse or a failed pause of the engine: it only waits for the engine to resume."""
 

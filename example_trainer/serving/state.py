@@ -6,6 +6,8 @@ The first batches of an engine are slow; `warm_up` runs them before the server r
 from __future__ import annotations
 
 import asyncio
+import logging
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -17,13 +19,18 @@ from fastapi import Depends, Request
 from atropos_api.common.identity import fingerprint
 from example_trainer.serving import problems
 from example_trainer.serving.adapters import Adapters
+from example_trainer.serving.checkpoint_download import download
 from example_trainer.serving.checkpoint_shapes import CheckpointUnreadable, Shapes, check_replacement
 from example_trainer.serving.config import SHARING_HOW_TO, ServerConfig
 from example_trainer.serving.engine import EngineAdapter
 from example_trainer.serving.fence import AdmissionGate, Fence
 from example_trainer.serving.problems import Problem
+from example_trainer.serving.registration import Load, Registration
+from example_trainer.weight_protocol.checkpoint_files import CheckpointSource, is_whole
 from example_trainer.weight_protocol.manifest import BridgeManifest
 from example_trainer.weight_protocol.shm_header import PolicyVersion
+
+logger = logging.getLogger(__name__)
 
 _PROOF_SECONDS = 30.0
 _RELOAD_SECONDS = 600.0
@@ -47,6 +54,10 @@ class ServerState:
     token_path: Path | None = None
     base_digest: str | None = None
     """Digest of the dequantised base that was loaded; None for any other model."""
+    head_dtype: str | None = None
+    """Dtype in which the output head computes its logits; None if the worker cannot tell."""
+    registration: Registration | None = None
+    """The registration at a broker, if there is one."""
     sleeping: bool = False
     checkpoint_shapes: Shapes = field(default_factory=dict)
     """Shapes of the loaded model, with which a checkpoint that is to replace it is compared."""
@@ -66,15 +77,24 @@ class ServerState:
             "torn": self.fence.torn,
             "publishing": self.fence.publishing,
             "dtype": str(model_config.dtype).removeprefix("torch."),
+            "head_dtype": self.head_dtype,
             "max_model_len": model_config.max_model_len,
             "vllm_version": self.vllm_version,
             "lora": self.config.enable_lora,
             "token_path": str(self.token_path) if self.token_path else None,
+            "hostname": self.hostname,
             "base_digest": self.base_digest,
+            "registration": None if self.registration is None else self.registration.describe(),
+            "workers": self.workers,
         }
         if self.manifest is None:
             status["how_to_share"] = SHARING_HOW_TO
         return status
+
+    @property
+    def workers(self) -> int:
+        """The number of worker processes, each of which takes part in a broadcast."""
+        return self.engine.workers
 
     @cached_property
     def vocabulary(self) -> str | None:
@@ -120,16 +140,29 @@ class ServerState:
             raise Problem(503, "no-answer", f"no token within {_PROOF_SECONDS:g} s; see the server's log", 5) from None
         return {"seconds": time.monotonic() - began}
 
-    async def reload(self, path: str, version: PolicyVersion, *, drain_seconds: float) -> dict[str, float]:
+    async def reload(
+        self, path: str, version: PolicyVersion, *, drain_seconds: float, source: CheckpointSource | None = None
+    ) -> dict[str, float]:
         """Read a checkpoint into the running model under the fence, and serve it as `version`.
 
-        If the weights could not be read completely they are torn: nothing is served until another checkpoint is read.
+        With `source` it is downloaded before the fence, unless the path has it whole. If the weights could not be read
+        completely they are torn: nothing is served until another checkpoint is read.
         """
         if self.manifest is not None or self.config.enable_lora:
             raise Problem(
                 409, "cannot-reload", "a server that shares weights or serves adapters cannot load a checkpoint"
             )
         self.check_awake()
+        if source is None or await asyncio.to_thread(is_whole, Path(path), source.files):
+            return await self._reload(path, version, drain_seconds)
+        with tempfile.TemporaryDirectory(prefix="atropos-checkpoint-") as directory:
+            try:
+                await download(source, Path(directory))
+            except CheckpointUnreadable as error:
+                raise Problem(503, "checkpoint-unavailable", str(error), 1) from error
+            return await self._reload(directory, version, drain_seconds)
+
+    async def _reload(self, path: str, version: PolicyVersion, drain_seconds: float) -> dict[str, float]:
         try:
             await asyncio.to_thread(check_replacement, path, self.checkpoint_shapes)
         except CheckpointUnreadable as error:
@@ -142,11 +175,29 @@ class ServerState:
             await self.fence.abort(publish_id)
             raise
         try:
-            await self.engine.async_llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+            await self.engine.call_worker("atropos_reload", path)
         except Exception as error:
             await self.fence.abort(publish_id)
             raise Problem(422, "bad-checkpoint", f"vLLM cannot read {path} into the model: {error}") from error
         return await self.fence.end(publish_id, version)
+
+    def check_ready(self) -> None:
+        """Raise the refusal of a request for tokens that came now, if there is one."""
+        self.gate.check()
+        if self.registration is not None:
+            self.registration.check()
+
+    async def load(self) -> Load:
+        """Return the version and the engine's load; an engine that is being written to is not asked."""
+        if self.fence.publishing or self.sleeping:
+            return Load(version=self.policy_version)
+        counters = await self.engine.counters()
+        return Load(
+            version=self.policy_version,
+            running=counters["requests_running"],
+            waiting=counters["requests_waiting"],
+            kv_free=1 - counters["kv_used_per_mille"] / 1000,
+        )
 
     def check_awake(self) -> None:
         """Refuse a change of weights that are not in memory."""
@@ -194,6 +245,21 @@ async def warm_up(engine: EngineAdapter) -> None:
     vocabulary = model_config.get_vocab_size()
     tokens = max(1, min(_TOKENS, model_config.max_model_len - 2))
     await asyncio.gather(*(sample_tokens(engine, [number % vocabulary], tokens) for number in range(_SEQUENCES)))
+
+
+async def head_dtype_of(engine: EngineAdapter, model: str) -> str | None:
+    """Return the dtype in which the head has computed, after the warm-up; a line says if that is not what was asked."""
+    used: str | None = await engine.call_worker("atropos_head_dtype")
+    asked = str(engine.async_llm.model_config.head_dtype).removeprefix("torch.")
+    if used != asked:
+        logger.warning(
+            "the output head of %s is quantised or not vLLM's common one, so it computes in %s, not in %s; sampled "
+            "logprobs will be further from the trainer's",
+            model,
+            used or "a dtype of its own",
+            asked,
+        )
+    return used
 
 
 async def sample_tokens(engine: EngineAdapter, prompt: list[int], count: int) -> None:

@@ -198,6 +198,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--policy-version", type=int)
     parser.add_argument("--drain-seconds", type=float, default=0.0)
+    parser.add_argument("--import-seconds", type=float, default=0.0)
     parser.add_argument("--load-seconds", type=float, default=0.0)
     parser.add_argument("--answer-seconds", type=float, default=0.05)
     parser.add_argument("--model", default="m")
@@ -208,6 +209,11 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"testing_server: error: {error}\n")
         return 2
     starting = StartingAnswers(sockets.listening) if sockets.predecessor is None else None
+    time.sleep(given.import_seconds)
+    settings = sockets.wait_for_settings()
+    if settings is None:
+        return 0
+    vars(given).update(settings)
     time.sleep(given.load_seconds)
     app = VersionServer(given.policy_version, answer_seconds=given.answer_seconds, model=given.model)
     asyncio.run(serve(app, sockets, starting, given.drain_seconds))

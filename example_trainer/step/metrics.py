@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from atropos_api.common import metric_names as names
+from atropos_api.common.tracing import traceparent_of
 from atropos_api.wire import Batch, Group
 from example_trainer.data import MASKED, TrainingBatch
 from example_trainer.objective.metrics import reward_metrics, staleness_metrics, token_ages
@@ -43,9 +44,11 @@ class StepClock:
     def __init__(self) -> None:
         self._started = self._fetched = self._trained = time.monotonic()
         self._waited = 0.0
+        self.fetched_at = 0.0
+        """The time at which the batch was there, in seconds since 1970."""
 
     def fetched(self) -> None:
-        self._fetched = time.monotonic()
+        self._fetched, self.fetched_at = time.monotonic(), time.time()
 
     def trained(self) -> None:
         self._trained = time.monotonic()
@@ -132,6 +135,10 @@ class PreparedBatch:
     """The whole batch; equal to `training` if there is one process."""
     metrics: dict[str, float]
     """Metrics of the whole batch."""
+    groups: Sequence[Group]
+    """The groups of `training`, as they were sent."""
+    traceparents: tuple[str, ...] = ()
+    """The spans of the whole batch's traced groups, as their environments handed them on."""
 
 
 def describe(batch: Batch, training: TrainingBatch) -> PreparedBatch:
@@ -143,7 +150,11 @@ def describe(batch: Batch, training: TrainingBatch) -> PreparedBatch:
     metrics |= _share_metrics(training, sum(lengths))
     metrics |= advantage_metrics(training.advantages)
     metrics |= _environment_metrics(batch.groups)
-    return PreparedBatch(training=training, whole=training, metrics=metrics)
+    traces = (traceparent_of(group.generation_params) for group in batch.groups)
+    traceparents = tuple(traceparent for traceparent in traces if traceparent is not None)
+    return PreparedBatch(
+        training=training, whole=training, metrics=metrics, groups=batch.groups, traceparents=traceparents
+    )
 
 
 def repetition(answers: Iterable[NDArray[np.int64]], ngram_tokens: int = NGRAM_TOKENS) -> float:

@@ -3,7 +3,8 @@
 This order is fixed, so that a resume after a crash between any two parts can safely repeat them. The post-step either
 runs in place or, with `--overlap-publish`, in a thread during the next batch's forward and backward; it only reads the
 masters. Everything that must be decided or saved before the masters can change again (the version number, the random
-state) is taken before that thread starts.
+state) is taken before that thread starts. On a GPU the thread enqueues its work in a stream of its own, which waits for
+the optimizer step alone.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
 from atropos_api.common.secrets import public_settings
+from atropos_api.common.tracing import Span, current_span
 from example_trainer.api import BackgroundCall, BrokerSession
 from example_trainer.checkpointing import link_as_course, note_begun, remembered, save_checkpoint
-from example_trainer.state import ObjectiveState, Progress, RandomState, Stateful, TrainerState, random_state
+from example_trainer.modeling.side_stream import SideStream
+from example_trainer.state import ObjectiveState, Phases, Progress, RandomState, Stateful, TrainerState, random_state
 
 if TYPE_CHECKING:
     from example_trainer.config import TrainingConfig
@@ -42,6 +46,7 @@ class PostStep:
         alignment: Alignment,
         session: BrokerSession,
         bridge: WeightBridge,
+        phases: Phases,
         should_stop: Callable[[], bool],
     ) -> None:
         self.report: PublishReport | None = None
@@ -52,9 +57,11 @@ class PostStep:
         self._alignment = alignment
         self._session = session
         self._bridge = bridge
+        self._phases = phases
         self._should_stop = should_stop
         self._running: BackgroundCall[None] | None = None
         self._may_move = False
+        self._stream: SideStream | None = None
 
     def start(self, step: int) -> None:
         """Publish, announce, checkpoint and commit: here, or with `--overlap-publish` beside the next batch."""
@@ -64,9 +71,13 @@ class PostStep:
         if publish:
             self._take_version()
         state = self._state() if self._is_checkpoint_due(step) else None
-        work = partial(self._work, step, publish, state, random_state(), self._learner.objective.state())
+        work = partial(
+            self._work, step, publish, state, random_state(), self._learner.objective.state(), current_span()
+        )
         if self._config.overlap_publish:
-            self._running = BackgroundCall(work, name=f"publish-{step}")
+            self._stream = self._stream or SideStream(self._learner.policy.device)
+            beside = partial(_within, self._stream.after_present_work(), work)
+            self._running = BackgroundCall(beside, name=f"publish-{step}")
         else:
             work()
 
@@ -89,8 +100,14 @@ class PostStep:
         self._may_move = True
 
     def publish(self) -> None:
-        """Publish the current masters under a new version, and announce it."""
-        self._take_version()
+        """Publish the current masters under a new version, and announce it.
+
+        Registered servers that have the masters already keep the version; the others get it.
+        """
+        progress = self._progress
+        unchanged = progress.published_step is not None and progress.published_step == progress.weights_step
+        if not (self._config.registered_servers and unchanged):
+            self._take_version()
         self._publish_taken()
 
     def needs_publish(self) -> bool:
@@ -100,7 +117,7 @@ class PostStep:
         self.join()
         if not self._bridge.needs_publish():
             return False
-        logger.info("the server has no policy; publishing again")
+        logger.info("a server has no policy; publishing again")
         return True
 
     def finish(self, finished: bool) -> None:
@@ -117,15 +134,23 @@ class PostStep:
             logger.info("stopped after step %d; continue with --resume auto", step)
 
     def _work(
-        self, step: int, publish: bool, state: TrainerState | None, random: RandomState, objective: ObjectiveState
+        self,
+        step: int,
+        publish: bool,
+        state: TrainerState | None,
+        random: RandomState,
+        objective: ObjectiveState,
+        span: Span,
     ) -> None:
         if publish:
-            self._publish_taken()
+            with span.child("publish", version=self._progress.version):
+                self._publish_taken()
         else:
             # The version is unchanged, but the broker must know the step, or environments wait for it.
             self._session.announce_policy(self._progress.version, step)
         if state is not None:
-            self._save(state, random, objective)
+            with span.child("checkpoint"):
+                self._save(state, random, objective)
         if state is not None or self._config.checkpoint_interval == 0:
             # Without intermediate checkpoints no resume can need these batches again, so the broker may drop them.
             self._commit(step)
@@ -152,8 +177,9 @@ class PostStep:
 
     def _wait_while_held(self) -> None:
         if self._has_hold():
-            while self._session.held_seconds(HOLD_POLL_SECONDS) > 0 and not self._should_stop():
-                pass
+            with self._phases.during("hold"):
+                while self._session.held_seconds(HOLD_POLL_SECONDS) > 0 and not self._should_stop():
+                    pass
 
     def _has_hold(self) -> bool:
         seconds = self._session.held_seconds()
@@ -179,8 +205,9 @@ class PostStep:
 
     def _publish_taken(self) -> None:
         version = self._progress.version
-        self.report = self._bridge.publish(version)
-        self._session.announce_policy(version, self._progress.step, self.report.policy_name)
+        with self._phases.during("publish"):
+            self.report = self._bridge.publish(version)
+        self._session.announce_policy(version, self._progress.step, self.report.policy_name, self.report.servers)
 
     def _commit(self, step: int) -> None:
         self._session.commit(step)
@@ -205,6 +232,10 @@ class PostStep:
         )
 
     def _save(self, state: TrainerState, random: RandomState, objective: ObjectiveState) -> None:
+        with self._phases.during("checkpoint"):
+            self._save_now(state, random, objective)
+
+    def _save_now(self, state: TrainerState, random: RandomState, objective: ObjectiveState) -> None:
         learner = self._learner
         optimizer, objective = _whole_state(learner, objective)
         if learner.ranks.world_size > 1:
@@ -228,6 +259,11 @@ class PostStep:
         if config.checkpoint_names == "cs336":
             last = state.step == config.training_steps
             link_as_course(config.checkpoint_root, final=path.name if last else None)
+
+
+def _within(context: AbstractContextManager[None], work: Callable[[], None]) -> None:
+    with context:
+        work()
 
 
 def _whole_state(learner: Learner, objective: ObjectiveState) -> tuple[Stateful, ObjectiveState]:

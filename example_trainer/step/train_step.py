@@ -15,6 +15,8 @@ from atropos_api.wire import Batch
 from example_trainer.checkpointing import restore
 from example_trainer.data import data_settings, prepare_batch
 from example_trainer.distributed.ranks import Ranks
+from example_trainer.group_optional_fields import leave_out_absent
+from example_trainer.modeling.kernels import install_kernels
 from example_trainer.modeling.model_support import choose_layout
 from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
 from example_trainer.objective.objective import make_objective
@@ -22,7 +24,7 @@ from example_trainer.state import Progress, TrainerState
 from example_trainer.step import metrics as step_metrics
 from example_trainer.step.logprob_mismatch import Alignment
 from example_trainer.step.metrics import PreparedBatch, describe
-from example_trainer.training import BatchTraining, Learner, learner_settings
+from example_trainer.training import BatchTraining, Learner
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,10 +76,14 @@ class TrainStep:
         The metrics are those of `whole`, if given: the full batch of which `batch` is one rank's share.
         """
         settings = data_settings(self.config)
-        if whole is None or whole is batch:
-            return describe(batch, prepare_batch(batch, settings))
+        alone = whole is None or whole is batch
+        batch, absent = leave_out_absent(batch)
+        if whole is None or alone:
+            return describe(batch, prepare_batch(batch, settings, absent=absent))
+        whole, absent = leave_out_absent(whole)
         share = prepare_batch(batch, settings, whole=whole)
-        return replace(describe(whole, prepare_batch(whole, settings)), training=share)
+        prepared = describe(whole, prepare_batch(whole, settings, absent=absent))
+        return replace(prepared, training=share, groups=batch.groups)
 
     def begin(self, prepared: PreparedBatch, should_stop: Callable[[], bool] = lambda: False) -> StepTraining:
         """Score the tokens that older policy versions sampled, and make the batch's mini-batches."""
@@ -109,13 +115,15 @@ class TrainStep:
 def make_train_step(config: TrainingConfig, policy: Policy, ranks: Ranks | None = None) -> TrainStep:
     """Return a train step for a policy that has just been loaded."""
     optimizer = make_optimizer(policy.masters.values(), optimizer_settings(config))
+    layout = choose_layout(policy, padded=config.pad_to is not None)
     learner = Learner(
         policy,
         optimizer,
-        learner_settings(config),
+        config,
         objective=make_objective(config, policy),
-        layout=choose_layout(policy, padded=config.pad_to is not None),
+        layout=layout,
         ranks=ranks,
+        head_passes=install_kernels(policy, config.kernels, layout),
     )
     alignment = Alignment(
         learner, keep=config.keep_versions, sample_sequences=config.alignment_sample_sequences, seed=config.seed

@@ -1,4 +1,4 @@
-"""Where made base models are kept, and when one may be used again.
+"""The cache of made base models: it says when one may be used again.
 
 A model is found by a key over everything that shapes it: the sources of this package and of the tasks, the versions of
 the libraries that train it, the task and the seed. It is made beside its place and renamed, under a lock, so that two
@@ -31,7 +31,7 @@ THREADS = 2  # fixed, for the weights depend on it in their last digits
 
 @dataclass(frozen=True, slots=True)
 class BaseReport:
-    """What is known of a made base model; written into its folder as `base.json`."""
+    """The figures of a made base model, written into its folder as `base.json`."""
 
     task: str
     seed: int
@@ -47,13 +47,13 @@ class BaseNotWritten(TrainerError):
 
 
 def find_base(task: TaskName, seed: int = 0, cache_dir: Path | None = None) -> Path | None:
-    """The folder of the base model for `task` and `seed`, if the cache has it."""
+    """Return the folder of the base model for `task` and `seed`, if the cache has it."""
     target = _place_of(task, seed, cache_dir)
     return target if is_complete(target) else None
 
 
 def ensure_base(task: TaskName, seed: int = 0, cache_dir: Path | None = None) -> Path:
-    """The folder of the base model for `task` and `seed`, made now if it is not in the cache."""
+    """Return the folder of the base model for `task` and `seed`, made now if it is not in the cache."""
     target = _place_of(task, seed, cache_dir)
     if is_complete(target):
         return target

@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 
 
 def render_prompt(question: str) -> str:
-    """What the chat template gives for one user message and a generation prompt."""
+    """Return the text that the chat template gives for one user message and a generation prompt."""
     return f"{USER}{question}{END}{ASSISTANT}"
 
 

@@ -1,6 +1,7 @@
 """The contract between trainer and inference server: manifest, shared memory, transfers, and the calls of `/bridge/*`.
 
-In reading order: `manifest` (where each tensor is stored), `segment` and `shm_header` (shared memory and its
-version), `client` (the calls), `transfer` (adapters and weights that are sent), `base_record` (which frozen base a
-server of adapters computes with). It may import `errors`.
+In reading order: `manifest` (where each tensor is stored), `segment` and `shm_header` (shared memory and its version),
+`client` (the calls), `transfer` (adapters and weights that are sent), `checkpoint_files` (those that are offered),
+`checksums` (of weights, on their own device), `buckets` and `broadcast_group` (packed weights, and the process group
+that carries them), `base_record` (which frozen base a server of adapters computes with). It may import `errors`.
 """

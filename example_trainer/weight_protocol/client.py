@@ -6,16 +6,17 @@ timeout. A reason that has not changed is not logged a second time, because some
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 
@@ -23,7 +24,9 @@ from atropos_api.common.concurrency import Wait
 from example_trainer.errors import ServerRefused, ServerUnavailable, WaitTimedOut
 
 if TYPE_CHECKING:
-    from example_trainer.weight_protocol.transfer import Rendezvous
+    from example_trainer.weight_protocol.broadcast_group import Rendezvous
+    from example_trainer.weight_protocol.buckets import Bucket
+    from example_trainer.weight_protocol.checkpoint_files import CheckpointSource
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +69,9 @@ def check_host(url: str, flag: str) -> None:
 
 
 _QUICK_SECONDS = 5.0
-_REPEAT_AFTER_SECONDS = (0.1, 0.4, 1.0)
+_PAUSES_SECONDS = (0.1, 0.4, 1.0)
+_RECOVERING_STATUSES = frozenset({500, 503})
+"""Statuses of a server that may recover within the same publish."""
 _SLOW_SECONDS = 600.0  # a fence that waits for requests to finish, a probe on a slow machine
 
 
@@ -92,6 +97,12 @@ class ServerInfo:
     """Digest of the dequantised base that the server has loaded; None if its model is not one."""
     dtype: str | None = None
     """Dtype in which the server computes; None if it does not say."""
+    head_dtype: str | None = None
+    """Dtype in which the server's output head computes logits; None if it does not say."""
+    hostname: str | None = None
+    """Name of the server's machine; None if it does not say."""
+    workers: int = 1
+    """Number of the server's worker processes, each of which joins a broadcast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,15 +117,19 @@ class Fence:
 class ServerClient:
     """Calls to one inference server; safe to use from several threads."""
 
-    def __init__(self, url: str, token: str | None = None) -> None:
+    def __init__(self, url: str, token: str | None = None, *, repeats: bool = True) -> None:
+        """Keep the arguments; without `repeats`, a call whose answer is lost is repeated once and at once."""
+        self.patience_seconds = _SLOW_SECONDS
+        """Time that a call may take whose duration depends on the weights, or on running requests."""
+        self._pauses = _PAUSES_SECONDS if repeats else (0.0,)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.url = url.rstrip("/")
         # Between publishes a connection would be idle for longer than servers keep one open, so none is kept.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._http = httpx.Client(base_url=self.url, headers=headers, limits=limits, trust_env=False)
 
-    def info(self) -> ServerInfo:
-        answer = self._call("GET", "/bridge/info", timeout_seconds=_QUICK_SECONDS)
+    def info(self, *, timeout_seconds: float = _QUICK_SECONDS) -> ServerInfo:
+        answer = self._call("GET", "/bridge/info", timeout_seconds=timeout_seconds)
         return ServerInfo(
             model=str(answer.get("model", "")),
             boot_id=str(answer.get("boot_id", "")),
@@ -130,6 +145,9 @@ class ServerClient:
             token_path=answer.get("token_path"),
             base_digest=answer.get("base_digest"),
             dtype=answer.get("dtype"),
+            head_dtype=answer.get("head_dtype"),
+            hostname=answer.get("hostname"),
+            workers=int(answer.get("workers") or 1),
         )
 
     def use_token(self, token: str) -> None:
@@ -167,21 +185,26 @@ class ServerClient:
     def renew_publish(self, publish_id: str) -> None:
         self._call("POST", "/bridge/publish/renew", {"publish_id": publish_id}, timeout_seconds=_QUICK_SECONDS)
 
-    def end_publish(self, publish_id: str, version: int) -> dict[str, Any]:
+    def end_publish(self, publish_id: str, version: int, *, within_seconds: float | None = None) -> dict[str, Any]:
         """Make the server resume under this version; a repeated call gets the same answer."""
-        return self._repeated("POST", "/bridge/publish/end", {"publish_id": publish_id, "version": version})
+        body = {"publish_id": publish_id, "version": version}
+        return self._repeated("POST", "/bridge/publish/end", body, within_seconds=within_seconds)
 
-    def abort_publish(self, publish_id: str, *, timeout_seconds: float = _SLOW_SECONDS) -> None:
+    def abort_publish(self, publish_id: str, *, timeout_seconds: float | None = None) -> None:
         """Make the server resume with its present weights; has no effect on a publish that is over."""
         self._repeated("POST", "/bridge/publish/abort", {"publish_id": publish_id}, timeout_seconds=timeout_seconds)
 
-    def join_broadcast(self, group_id: str, rendezvous: Rendezvous) -> None:
-        """Make the server join a group; return when all members have joined."""
-        self._repeated("POST", "/bridge/broadcast/join", {"group_id": group_id, **asdict(rendezvous)})
+    def join_broadcast(self, group_id: str, rendezvous: Rendezvous) -> list[str | None]:
+        """Make the server's workers join a group, the first as the rank that is given, the others as those after it.
 
-    def receive_broadcast(self, transfer_id: str, described: dict[str, tuple[list[int], str]]) -> str:
-        """Make the server receive these tensors without loading them; return the checksum of the received bytes."""
-        body = {"transfer_id": transfer_id, "tensors": described}
+        Return the UUID of each one's GPU, None without one, when all members have joined.
+        """
+        answer = self._repeated("POST", "/bridge/broadcast/join", {"group_id": group_id, **asdict(rendezvous)})
+        return list(answer["gpus"])
+
+    def receive_broadcast(self, transfer_id: str, buckets: Sequence[Bucket]) -> str:
+        """Make the server receive these buckets without loading them; return the checksum of the received bytes."""
+        body = {"transfer_id": transfer_id, "buckets": [bucket.entries for bucket in buckets]}
         return str(self._repeated("POST", "/bridge/broadcast/receive", body)["digest"])
 
     def load_broadcast(self, publish_id: str, version: int) -> None:
@@ -192,9 +215,19 @@ class ServerClient:
         """Make the server leave its group and discard what it has received but not loaded."""
         self._call("POST", "/bridge/broadcast/leave", timeout_seconds=_QUICK_SECONDS)
 
-    def reload(self, directory: Path, version: int, *, drain_seconds: float) -> dict[str, Any]:
-        """Make the server read a checkpoint into its weights and serve it as this version."""
-        body = {"path": str(directory.absolute()), "version": version, "drain_seconds": drain_seconds}
+    def reload(
+        self, directory: Path, version: int, *, drain_seconds: float, source: CheckpointSource | None = None
+    ) -> dict[str, Any]:
+        """Make the server read a checkpoint into its weights and serve it as this version.
+
+        It downloads the checkpoint from `source` if it does not see the directory.
+        """
+        body: dict[str, Any] = {
+            "path": str(directory.absolute()),
+            "version": version,
+            "drain_seconds": drain_seconds,
+            "source": None if source is None else source.model_dump(),
+        }
         return self._call("POST", "/bridge/reload", body)
 
     def pause(self, mode: str) -> None:
@@ -202,14 +235,21 @@ class ServerClient:
 
     def checksum(self) -> str:
         """Return the checksum over the shared tensors as the server reads them now."""
-        return str(self._repeated("GET", "/bridge/debug")["checksum"])
+        return str(self._repeated("GET", "/bridge/debug?checksum=true")["checksum"])
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         return self._repeated("POST", "/generate", request)
 
-    def upload_adapter(self, name: str, version: int, body: bytes) -> dict[str, Any]:
-        """Send an adapter and make it the policy; return the loaded adapters and the checksum of the received bytes."""
-        return self._repeated("POST", f"/lora/upload?name={name}&version={version}", content=body)
+    def upload_adapter(self, name: str, version: int, body: bytes, *, forward_to: Sequence[str] = ()) -> dict[str, Any]:
+        """Send an adapter and make it the policy; return the loaded adapters and the checksum of the received bytes.
+
+        The server passes it on to the servers at the addresses `forward_to`; `forwarded` in the answer has the checksum
+        of each that it reached.
+        """
+        query = "".join(f"&forward_to={quote(url, safe='')}" for url in forward_to)
+        if forward_to:  # so that this server answers before the call is given up
+            query += f"&forward_seconds={min(600.0, 0.6 * self.patience_seconds)}"
+        return self._repeated("POST", f"/lora/upload?name={name}&version={version}{query}", content=body)
 
     def check_adapter(self, name: str) -> dict[str, Any]:
         """Return an uploaded adapter's checksum and the names of its tensors that differ in the server's buffers."""
@@ -264,19 +304,26 @@ class ServerClient:
         body: dict[str, Any] | None = None,
         *,
         content: bytes | None = None,
-        timeout_seconds: float = _SLOW_SECONDS,
+        timeout_seconds: float | None = None,
+        within_seconds: float | None = None,
     ) -> dict[str, Any]:
-        """Make an idempotent call, and repeat it if its answer was lost: the server carries it out only once."""
+        """Make an idempotent call, and repeat it if its answer was lost: the server carries it out only once.
+
+        With `within_seconds` it is repeated for that long, and after an error from which the server may recover too.
+        """
         began = time.monotonic()
-        for pause_seconds in _REPEAT_AFTER_SECONDS:
+        for attempt in itertools.count():
             try:
                 return self._call(method, path, body, content=content, timeout_seconds=timeout_seconds)
-            except ServerUnavailable as error:
-                if time.monotonic() - began >= _QUICK_SECONDS:  # the call timed out; the answer was not just lost
+            except (ServerUnavailable, ServerRefused) as error:
+                seconds = time.monotonic() - began
+                if not _is_worth_repeating(error, attempt < len(self._pauses), seconds, within_seconds):
                     raise
-                logger.debug("%s; repeating the call", error)
-                time.sleep(pause_seconds)
-        return self._call(method, path, body, content=content, timeout_seconds=timeout_seconds)
+                logger.log(logging.DEBUG if within_seconds is None else logging.WARNING, "%s; trying again", error)
+            time.sleep(
+                _PAUSES_SECONDS[min(attempt, len(_PAUSES_SECONDS) - 1)] if within_seconds else self._pauses[attempt]
+            )
+        raise AssertionError("unreachable")
 
     def _call(
         self,
@@ -285,9 +332,10 @@ class ServerClient:
         body: dict[str, Any] | None = None,
         *,
         content: bytes | None = None,
-        timeout_seconds: float = _SLOW_SECONDS,
+        timeout_seconds: float | None = None,
     ) -> dict[str, Any]:
-        timeout = httpx.Timeout(timeout_seconds, connect=_QUICK_SECONDS)
+        limit = self.patience_seconds if timeout_seconds is None else timeout_seconds
+        timeout = httpx.Timeout(limit, connect=min(limit, _QUICK_SECONDS))
         try:
             response = self._http.request(method, path, json=body, content=content, timeout=timeout)
         except httpx.HTTPError as error:
@@ -301,6 +349,16 @@ class ServerClient:
         except ValueError:  # some of vLLM's own routes answer with plain text
             return {}
         return answer if isinstance(answer, dict) else {}
+
+
+def _is_worth_repeating(
+    error: ServerUnavailable | ServerRefused, has_attempts: bool, seconds: float, within_seconds: float | None
+) -> bool:
+    if within_seconds is not None:
+        lasts = isinstance(error, ServerRefused) and error.status not in _RECOVERING_STATUSES
+        return not lasts and seconds <= within_seconds
+    # After a longer time the call has timed out: its answer was not just lost.
+    return isinstance(error, ServerUnavailable) and has_attempts and seconds < _QUICK_SECONDS
 
 
 def _refusal(url: str, path: str, response: httpx.Response) -> ServerRefused:

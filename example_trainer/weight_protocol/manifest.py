@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -163,33 +164,39 @@ def _missing(places: list[str]) -> str:
 TOKEN_NAME = "vllm_bridge_token"  # noqa: S105  a file's name
 
 
-def write_token(directory: Path, token: str) -> Path:
-    """Write the token into `directory` atomically, readable by this user only."""
+def write_token(directory: Path, token: str, *, port: int) -> Path:
+    """Write the token into `directory` atomically, readable by this user only, with the port of its server."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / TOKEN_NAME
-    write_private(path, token)
+    write_private(path, f"{token}\n{port}\n")
     return path
 
 
-def read_token(path: str) -> str | None:
-    """Return the token, or None if there is no readable file; refuse a file that another user may have written."""
+def read_token(path: str, url: str) -> str | None:
+    """Return the token of the server at `url`, which names the file; None if there is no such token in it.
+
+    The token is sent to that address, and any process may answer there. So no other file is read, and no token is
+    returned that belongs to another server. A file that another user may have written is refused.
+    """
+    if Path(path).name != TOKEN_NAME:
+        return None
     try:
         status = Path(path).stat()
-        token = Path(path).read_text(encoding="utf-8").strip()
-    except OSError:
+        token, _, port = Path(path).read_text(encoding="utf-8").strip().rpartition("\n")
+    except (OSError, UnicodeDecodeError):
         return None
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ManifestUnsafe(
             f"{path} is accessible to other users (mode {status.st_mode & 0o777:o}); chmod 600 it or remove it"
         )
-    return token
+    return token if port == str(urlsplit(url).port or 80) else None
 
 
 def remove_token(directory: Path, token: str) -> None:
     """Remove the token of a server that exits, but not that of a server started since."""
     path = directory / TOKEN_NAME
     try:
-        if path.read_text(encoding="utf-8") == token:
+        if path.read_text(encoding="utf-8").strip().rpartition("\n")[0] == token:
             path.unlink()
     except OSError:
         return

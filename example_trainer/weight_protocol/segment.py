@@ -52,7 +52,7 @@ class SharedSegment(ABC):
 
     @abstractmethod
     def synchronise(self) -> None:
-        """Return once other processes can read everything that this process has written."""
+        """Return once other processes can read everything that this thread has written so far."""
 
     def close(self) -> None:  # noqa: B027  nothing to undo where the memory has another owner
         """Release what `export` allocated."""
@@ -97,12 +97,19 @@ class CudaSegment(SharedSegment):
     It has not been run with vLLM in this project's own tests, which have no GPU build of vLLM.
     """
 
+    def __init__(self) -> None:
+        self._devices: set[torch.device] = set()
+        """The GPUs that the storages lie on, which need not be the current one."""
+
     def export(self, tensors: Mapping[str, torch.Tensor]) -> Exported:
+        """Describe each storage; raise `SharedMemoryError` if the driver or torch's allocator cannot share it."""
+        _refuse_expandable_segments()
         storages: dict[tuple[str, int], Storage] = {}
         placements: dict[str, Placement] = {}
         for name, tensor in tensors.items():
             if _key(tensor) not in storages:  # a storage's handle can be requested only once
                 storages[_key(tensor)] = _describe_cuda_storage(tensor, str(len(storages)))
+                self._devices.add(tensor.device)
             storage = storages[_key(tensor)]
             placements[name] = Placement(
                 storage=storage.id,
@@ -113,9 +120,11 @@ class CudaSegment(SharedSegment):
         return Exported(storages=list(storages.values()), placements=placements)
 
     def attach(self, handle: Mapping[str, Any]) -> torch.UntypedStorage:
+        """Map a storage of the server's; raise `SharedMemoryError` where the driver offers no CUDA IPC."""
         index = _device_of_uuid(handle["gpu_uuid"])
+        self._devices.add(torch.device("cuda", index))
         # The arguments are torch's own, as `torch.multiprocessing.reductions.rebuild_cuda_tensor` passes them.
-        attached: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(  # noqa: SLF001  the only way torch offers
+        arguments = (
             index,
             base64.b64decode(handle["memory"]),
             handle["size_bytes"],
@@ -125,10 +134,21 @@ class CudaSegment(SharedSegment):
             base64.b64decode(handle["event"]),
             handle["event_required"],
         )
+        try:
+            attached: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(*arguments)  # noqa: SLF001  the only way torch offers
+        except RuntimeError as error:
+            raise _no_cuda_ipc(
+                f"the trainer cannot map the server's memory on GPU {handle['gpu_uuid']}", error
+            ) from error
         return attached
 
     def synchronise(self) -> None:
-        torch.cuda.synchronize()
+        """Wait for this thread's current stream on each GPU that holds a storage: what writes it is enqueued there.
+
+        Streams of other threads, such as the next step's, are not waited for.
+        """
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
 
 
 def make_segment(device: str, boot_id: str = "") -> SharedSegment:
@@ -175,7 +195,11 @@ def _map_file(path: Path, nbytes: int) -> torch.UntypedStorage:
 
 def _describe_cuda_storage(tensor: torch.Tensor, storage_id: str) -> Storage:
     storage: Any = tensor.untyped_storage()
-    (_, memory, size_bytes, offset_bytes, counter, counter_offset, event, event_required) = storage._share_cuda_()
+    try:
+        shared = storage._share_cuda_()
+    except RuntimeError as error:
+        raise _no_cuda_ipc(f"the server cannot export its memory on {tensor.device}", error) from error
+    (_, memory, size_bytes, offset_bytes, counter, counter_offset, event, event_required) = shared
     handle = {
         "kind": "cuda_ipc",
         "gpu_uuid": str(torch.cuda.get_device_properties(tensor.device).uuid),
@@ -195,3 +219,28 @@ def _device_of_uuid(uuid: str) -> int:
         if str(torch.cuda.get_device_properties(index).uuid) == uuid:
             return index
     raise SharedMemoryError(f"the server's GPU {uuid} is not visible here; check CUDA_VISIBLE_DEVICES")
+
+
+def _refuse_expandable_segments() -> None:
+    """Raise `SharedMemoryError` if this process's allocator makes expandable segments, by whichever setting.
+
+    A torch without this private call is not asked; the server's own start has looked at the variables that set it.
+    """
+    ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # noqa: SLF001  torch offers no other way
+    settings: str = "" if ask is None else ask()
+    if "expandable_segments:true" in settings.lower().replace(" ", ""):
+        raise SharedMemoryError(
+            f"the server's allocator is set to {settings}, and memory of expandable segments has no handle that the "
+            "trainer could map: remove the setting, or train with --weight-bridge-mode none or lora_only"
+        )
+
+
+def _no_cuda_ipc(what: str, error: RuntimeError) -> SharedMemoryError:
+    """Return the error for a failed call of CUDA IPC, with the first line of torch's own reason."""
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return SharedMemoryError(
+        f"{what}: {reason}. Sharing needs CUDA IPC, which is missing under WSL, in confidential mode, on a GPU in "
+        "exclusive mode (nvidia-smi -c 0 ends it), and between containers without common IPC and PID namespaces "
+        "(docker run --ipc=container:NAME --pid=container:NAME); change that, or train with --weight-bridge-mode none "
+        "or lora_only"
+    )

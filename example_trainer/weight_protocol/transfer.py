@@ -1,15 +1,13 @@
-"""Transfers of weights from trainer to servers: adapters as one body, whole weights over a process group.
+"""Transfers of weights from trainer to servers: adapters as one body, and the meeting of processes in a group.
 
 An adapter is one safetensors body with its PEFT configuration. The configuration is in the safetensors metadata. The
 body is what `adapter_model.safetensors` would hold, so a body that is written to a file next to its configuration is
 an adapter that PEFT and a stock vLLM can load. The receiver checks the header before it passes a body on.
 
-In the process group of whole weights rank 0 sends and every server receives. It is separate from the groups of the
-trainer's ranks and of vLLM's workers. With gloo, tensors travel through host memory; with nccl, from GPU to GPU (the
-same code over another backend, which has not been run). The processes meet at a TCP store, for which torch has no
-token: any process that reaches its port can join the group or disturb it. So the store listens only on the address it
-is given, and for a loopback address gloo's connections stay on the loopback interface too. Only for an address that
-belongs to no local interface (behind a NAT) does it listen on all interfaces.
+The processes of a group meet at a TCP store, for which torch has no token: any process that reaches its port can join
+the group or disturb it. So the store listens only on the address it is given, and for a loopback address gloo's
+connections stay on the loopback interface too. Only for an address that belongs to no local interface (behind a NAT)
+does it listen on all interfaces.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Self
+from typing import Any
 
 import psutil
 import torch
@@ -168,93 +166,3 @@ def _listen(host: str, port: int) -> socket.socket | None:
 def _loopback_interface() -> str | None:
     found = psutil.net_if_addrs().items()
     return next((name for name, addresses in found if any(entry.address == "127.0.0.1" for entry in addresses)), None)
-
-
-Backend = Literal["gloo", "nccl"]
-
-TIMEOUT_SECONDS = 60.0
-"""Limit for all members to join, and for one tensor; a member that exits or leaves is noticed at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """The address at which to join a process group, and the rank to join as."""
-
-    address: str
-    port: int
-    rank: int
-    world_size: int
-    backend: Backend = "gloo"
-
-
-class BroadcastGroup:
-    """One process's membership in the group. After a failed exchange the group is unusable and all join a new one."""
-
-    def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
-        timeout = timedelta(seconds=TIMEOUT_SECONDS)
-        store = make_store(
-            rendezvous.address,
-            rendezvous.port,
-            world_size=rendezvous.world_size,
-            is_master=rendezvous.rank == 0,
-            timeout=timeout,
-        )
-        self._device = device if rendezvous.backend == "nccl" else torch.device("cpu")
-        self._store: Any = store
-        self._group: Any = _make_group(rendezvous, store, timeout)
-
-    @classmethod
-    def join(cls, rendezvous: Rendezvous, device: torch.device) -> Self:
-        """Return when all members have joined; raise `RuntimeError` if they have not within `TIMEOUT_SECONDS`."""
-        return cls(rendezvous, device)
-
-    def send(self, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Send the tensors in order of names, as rank 0, and return the checksum that each receiver should report."""
-        total = hashlib.blake2b(digest_size=16)
-        for name in sorted(tensors):
-            tensor = tensors[name].detach().to(self._device).contiguous()
-            self._broadcast(tensor)
-            total.update(_bytes_of(tensor))
-        return total.hexdigest()
-
-    def receive(self, described: Mapping[str, tuple[list[int], str]]) -> tuple[dict[str, torch.Tensor], str]:
-        """Receive tensors of these shapes and dtypes, and return them with their checksum."""
-        total = hashlib.blake2b(digest_size=16)
-        received: dict[str, torch.Tensor] = {}
-        for name in sorted(described):
-            shape, dtype = described[name]
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
-            self._broadcast(tensor)
-            total.update(_bytes_of(tensor))
-            received[name] = tensor
-        return received, total.hexdigest()
-
-    def close(self) -> None:
-        """Leave the group: an exchange that waits for this member fails at every other member."""
-        self._group = None
-        self._store = None
-
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
-        group = self._group
-        if group is None:
-            raise RuntimeError("the broadcast group has been left")
-        group.broadcast([tensor], options).wait()
-
-
-def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[list[int], str]]:
-    """Return the shape and dtype of each tensor by name, which a receiver has to know beforehand."""
-    return {name: (list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()}
-
-
-def _make_group(rendezvous: Rendezvous, store: Any, timeout: timedelta) -> Any:
-    place = (dist.PrefixStore("weights", store), rendezvous.rank, rendezvous.world_size)
-    if rendezvous.backend == "gloo":
-        return make_gloo_group(*place, host=rendezvous.address, timeout=timeout)
-    return dist.ProcessGroupNCCL(*place)
-
-
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.reshape(-1).cpu().view(torch.uint8).numpy().data

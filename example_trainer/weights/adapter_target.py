@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from atropos_api.common.files import write_directory
 from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable
 from example_trainer.weight_protocol.client import ServerClient
 from example_trainer.weight_protocol.transfer import AdapterPayload
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class SwapServer:
+class ServerIdentity:
     """The identity of a server process (`boot_id`), and the version it serves."""
 
     boot_id: str
@@ -35,12 +36,14 @@ class SwapServer:
     max_model_len: int
     dtype: str | None = None
     """Dtype in which it computes; None if it does not say."""
+    head_dtype: str | None = None
+    """Dtype in which its output head computes logits; None if it does not say."""
 
 
 class AdapterServer(Protocol):
     """A server that takes adapters: the Atropos server or a stock vLLM server."""
 
-    def identify(self) -> SwapServer: ...
+    def identify(self) -> ServerIdentity: ...
 
     def send(self, version: int, payload: AdapterPayload) -> str:
         """Make the adapter the policy, and return the boot id of the server process that took it.
@@ -74,9 +77,9 @@ class AtroposServer:
         self.generate = client.generate
         self.close = client.close
 
-    def identify(self) -> SwapServer:
+    def identify(self) -> ServerIdentity:
         info = self._client.info()
-        return SwapServer(info.boot_id, info.policy_version, info.max_model_len, info.dtype)
+        return ServerIdentity(info.boot_id, info.policy_version, info.max_model_len, info.dtype, info.head_dtype)
 
     def send(self, version: int, payload: AdapterPayload) -> str:
         answer = self._client.upload_adapter(adapter_name(version), version, payload.body)
@@ -125,11 +128,11 @@ class StockServer:
         self._by_name = True
         self.close = client.close
 
-    def identify(self) -> SwapServer:
+    def identify(self) -> ServerIdentity:
         listed = self._listed()
         loaded = {entry.get("id") for entry in listed}
         version = max((each for each in self._versions if adapter_name(each) in loaded), default=None)
-        return SwapServer("", version, int(listed[0].get("max_model_len") or 0))
+        return ServerIdentity("", version, int(listed[0].get("max_model_len") or 0))
 
     def send(self, version: int, payload: AdapterPayload) -> str:
         name = adapter_name(version)
@@ -194,14 +197,11 @@ class StockServer:
 
 def write_adapter(payload: AdapterPayload, directory: Path) -> Path:
     """Write the adapter as PEFT does; the directory is complete or does not exist."""
-    partial = directory.with_name(f".{directory.name}.part")
     try:
-        for old in (partial, directory):
-            shutil.rmtree(old, ignore_errors=True)
-        partial.mkdir(parents=True)
-        (partial / "adapter_model.safetensors").write_bytes(payload.body)
-        (partial / "adapter_config.json").write_text(json.dumps(payload.config, indent=2) + "\n", encoding="utf-8")
-        partial.rename(directory)
+        with write_directory(directory) as partial:
+            (partial / "adapter_model.safetensors").write_bytes(payload.body)
+            config = json.dumps(payload.config, indent=2)
+            (partial / "adapter_config.json").write_text(f"{config}\n", encoding="utf-8")
     except OSError as error:
         raise PublishFailed(f"cannot write {directory}: {error}; free the space or set --run-dir elsewhere") from error
     return directory

@@ -6,12 +6,11 @@ at once with the reason and the flag to change.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
+import socket
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -19,6 +18,7 @@ import torch
 from example_trainer.errors import CannotShare, ProofFailed, ServerRefused, ServerUnavailable
 from example_trainer.modeling.loading import SERVED_DTYPES, name_of
 from example_trainer.modeling.policy import Policy
+from example_trainer.weight_protocol.checksums import combined_checksum
 from example_trainer.weight_protocol.client import NotYet, ServerClient, ServerInfo, check_host, wait_for
 from example_trainer.weight_protocol.manifest import (
     BridgeManifest,
@@ -72,15 +72,14 @@ class Attachment:
         """Return a checksum over vLLM's parameters as mapped here; the server's differs if it reads other memory."""
         self.segment.synchronise()
         homes = {json.dumps(storage.handle, sort_keys=True): storage.id for storage in self.manifest.storages}
-        total = hashlib.blake2b(digest_size=16)
-        for _, mapping in sorted(self.manifest.param_mappings.items()):
+        views: dict[str, torch.Tensor] = {}
+        for name, mapping in self.manifest.param_mappings.items():
             handle = dict(mapping.ipc_handle)
             offset, stride = handle.pop("offset"), handle.pop("stride")
             storage = self.storages[homes[json.dumps(handle, sort_keys=True)]]
             view = torch.empty(0, dtype=getattr(torch, mapping.dtype), device=storage.device)
-            view.set_(storage, offset, mapping.shape, stride)
-            total.update(hashlib.blake2b(_bytes_of(view), digest_size=16).digest())
-        return total.hexdigest()
+            views[name] = view.set_(storage, offset, mapping.shape, stride)
+        return combined_checksum(views)
 
     def check_memory(self) -> None:
         """Raise `ProofFailed` unless the server computes with the same bytes that this process has mapped."""
@@ -124,7 +123,7 @@ def _try_attach(server_url: str, manifest_flag: str, token: str | None) -> Attac
         path = find_manifest(manifest_flag, os.environ, server_url)
         manifest = load_manifest(path)
     except (ManifestMissing, ManifestStale) as error:
-        _refuse_unshared(server_url)
+        _refuse_unreachable(server_url)
         raise NotYet(str(error)) from error
     if manifest_flag == "auto" and urlsplit(manifest.url).port != urlsplit(server_url).port:
         raise NotYet(f"{path} belongs to the server at {manifest.url}, not to the one at {server_url} (--vllm-port)")
@@ -142,8 +141,8 @@ def _try_attach(server_url: str, manifest_flag: str, token: str | None) -> Attac
         raise
 
 
-def _refuse_unshared(server_url: str) -> None:
-    """Raise `CannotShare` if the server runs without sharing: it will not start to share, so waiting is useless."""
+def _refuse_unreachable(server_url: str) -> None:
+    """Raise `CannotShare` if the server runs without sharing, or on another host: waiting is useless then."""
     client = ServerClient(server_url)
     try:
         info = client.info()
@@ -154,6 +153,13 @@ def _refuse_unshared(server_url: str) -> None:
     if not info.sharing:
         remedy = info.how_to_share or "start it with --share-weights"
         raise CannotShare(f"the vLLM server at {server_url} does not share its weights: {remedy}")
+    own = socket.gethostname()
+    if info.hostname not in (None, own) and info.manifest_path and not Path(info.manifest_path).exists():
+        raise CannotShare(
+            f"the vLLM server at {server_url} runs on {info.hostname} and the trainer on {own}, which share no memory: "
+            "add --num-inference-nodes 1 or --registered-servers to send it the weights, or use "
+            "--weight-bridge-mode lora_only"
+        )
 
 
 def _check_boot(path: Path, manifest: BridgeManifest, info: ServerInfo) -> None:
@@ -193,10 +199,6 @@ def _compare_with_loaded(policy: Policy, views: dict[str, torch.Tensor], *, unto
             len(views),
             different[0],
         )
-
-
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy().data
 
 
 @torch.no_grad()

@@ -1,172 +1,58 @@
-"""Construction of the weight bridge for each mode from the trainer's configuration."""
+"""Construction of the weight bridge of the configured mode; apart from the bridges, because it imports them all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
+from example_trainer.modeling.policy import Policy
 from example_trainer.options.modes import BridgeMode
-from example_trainer.options.publish import served_rank, versions_kept
-from example_trainer.weight_protocol.base_record import BASE_DIRECTORY
+from example_trainer.options.training_options import TrainingOptions
 from example_trainer.weights.base import WeightBridge
+from example_trainer.weights.broadcast import BroadcastBridge
+from example_trainer.weights.checkpoint_delivery import CheckpointDelivery
+from example_trainer.weights.delivery import AdapterDelivery, BroadcastDelivery, WeightDelivery
+from example_trainer.weights.lora_only import LoraOnlyBridge, SeveralServersBridge
+from example_trainer.weights.members import MemberCalls, Registry
+from example_trainer.weights.registered import RegisteredBridge
+from example_trainer.weights.restart import RestartBridge
+from example_trainer.weights.shared_vllm import SharedVllmBridge
+from example_trainer.weights.weight_source import WeightSource
 
-if TYPE_CHECKING:
-    from example_trainer.config import TrainingConfig
-    from example_trainer.modeling.loading import PolicyOptions
-    from example_trainer.vllm_manager import VllmOptions
+MakeBridge = Callable[[TrainingOptions], WeightBridge]
 
-
-def policy_options(config: TrainingConfig) -> PolicyOptions:
-    """Return the part of the trainer's configuration that concerns loading the model."""
-    from example_trainer.modeling.loading import PolicyOptions, Sharding
-    from example_trainer.modeling.lora import adapter_options
-
-    # An adapter is small and its base is frozen, so every rank holds both unsharded; only gradients are summed.
-    sharding = None
-    if config.world_size > 1 and not config.trains_adapter:
-        sharding = Sharding(
-            reshard_after_forward=config.reshard_after_forward,
-            tensor_parallel_size=config.trainer_tensor_parallel_size,
-        )
-    return PolicyOptions(
-        model_name=config.model_name,
-        dtype=config.dtype,
-        device=config.device,
-        master_weights=config.master_weights,
-        train_layer_indices=config.train_layer_indices,
-        adapter=adapter_options(config),
-        gradient_checkpointing=config.gradient_checkpointing,
-        sharding=sharding,
-        debug_loading=config.debug_loading,
-    )
+TO_ONE_SERVER: Mapping[BridgeMode, MakeBridge] = MappingProxyType(
+    {"shared_vllm": SharedVllmBridge, "lora_only": LoraOnlyBridge, "lora_restart": RestartBridge, "none": RestartBridge}
+)
+TO_SEVERAL_SERVERS: Mapping[BridgeMode, MakeBridge] = MappingProxyType(
+    {"shared_vllm": BroadcastBridge, "lora_only": SeveralServersBridge}
+)
+"""The bridges with `--num-inference-nodes`."""
 
 
-def make_bridge(config: TrainingConfig) -> WeightBridge:
-    """Return the bridge for the configured mode."""
-    if config.broadcasts:
-        return _broadcast(config)
-    bridges: dict[BridgeMode, Callable[[TrainingConfig], WeightBridge]] = {
-        "shared_vllm": _shared,
-        "lora_only": _lora_only,
-        "lora_restart": _restart,
-        "none": _restart,
-    }
+DELIVERIES: Mapping[BridgeMode, Callable[[TrainingOptions, MemberCalls], WeightDelivery]] = MappingProxyType(
+    {"shared_vllm": BroadcastDelivery, "lora_only": AdapterDelivery, "none": CheckpointDelivery}
+)
+"""The way in which weights reach the servers of `--registered-servers`."""
+
+
+def make_bridge(
+    config: TrainingOptions,
+    make_source: Callable[[Policy], WeightSource] | None = None,
+    *,
+    registry: Registry | None = None,
+) -> WeightBridge:
+    """Return the bridge for the configured mode.
+
+    `make_source` is for a broadcast of sharded weights, `registry` is the broker's, for `--registered-servers`.
+    """
+    if config.registered_servers:
+        assert registry is not None, "--registered-servers needs the broker's registry"
+        calls = MemberCalls()
+        if config.broadcasts and make_source is not None:
+            return RegisteredBridge(config, registry, BroadcastDelivery(config, calls, make_source), calls)
+        return RegisteredBridge(config, registry, DELIVERIES[config.weight_bridge_mode](config, calls), calls)
+    if config.broadcasts and make_source is not None:
+        return BroadcastBridge(config, make_source)
+    bridges = TO_SEVERAL_SERVERS if config.num_inference_nodes else TO_ONE_SERVER
     return bridges[config.weight_bridge_mode](config)
-
-
-def _shared(config: TrainingConfig) -> WeightBridge:
-    from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
-
-    return SharedVllmBridge(
-        SharedOptions(
-            policy=policy_options(config),
-            server_url=f"http://{config.vllm_host}:{config.vllm_port}",
-            manifest_path=config.vllm_config_path,
-            bridge_token=config.bridge_token,
-            wait_timeout_seconds=config.wait_timeout,
-            forwards_from_masters=config.forwards_from_masters,
-            drain_seconds=config.drain_seconds,
-            in_flight=config.in_flight,
-            sync_budget=config.sync_budget,
-            max_staleness=config.max_staleness,
-            sync_check_every=config.sync_check_every,
-        )
-    )
-
-
-def _broadcast(config: TrainingConfig) -> WeightBridge:
-    from example_trainer.weights.broadcast import BroadcastBridge, BroadcastOptions
-
-    return BroadcastBridge(
-        BroadcastOptions(
-            policy=policy_options(config),
-            server_urls=config.server_urls,
-            bridge_token=config.bridge_token,
-            wait_timeout_seconds=config.wait_timeout,
-            drain_seconds=config.drain_seconds,
-            in_flight=config.in_flight,
-            sync_budget=config.sync_budget,
-            max_staleness=config.max_staleness,
-            backend=config.broadcast_backend,
-            sync_check_every=config.sync_check_every,
-        )
-    )
-
-
-def _lora_only(config: TrainingConfig) -> WeightBridge:
-    from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge, ServersHotswapBridge
-    from example_trainer.weights.publish_loop import CHECKED_SHARE
-
-    kept, served = versions_kept(config.max_staleness), config.required_run_dir / "served"
-    starts = config.start_vllm == "auto" and config.num_inference_nodes == 0
-    bridges = [
-        LoraHotswapBridge(
-            HotswapOptions(
-                policy=policy_options(config),
-                server_url=url,
-                adapters_dir=served / str(index) if config.num_inference_nodes > 1 else served,
-                base_dir=config.required_run_dir / BASE_DIRECTORY,
-                bridge_token=config.bridge_token,
-                vllm=_vllm(config, _adapter_arguments(config, kept)) if starts else None,
-                wait_timeout_seconds=config.wait_timeout,
-                versions_kept=kept,
-                sync_check_every=config.sync_check_every,
-                sync_check_share=CHECKED_SHARE / len(config.server_urls),
-            )
-        )
-        for index, url in enumerate(config.server_urls)
-    ]
-    return bridges[0] if len(bridges) == 1 else ServersHotswapBridge(bridges)
-
-
-def _restart(config: TrainingConfig) -> WeightBridge:
-    from example_trainer.weights.restart import RestartBridge, RestartOptions
-
-    return RestartBridge(
-        RestartOptions(
-            policy=policy_options(config),
-            vllm=_vllm(config),
-            weights_dir=config.required_run_dir / "served",
-            base_dir=config.required_run_dir / BASE_DIRECTORY,
-            restart_interval=config.vllm_restart_interval,
-            method=config.restart_method,
-            adapter_arguments=_adapter_arguments(config, 1),
-            sync_check_every=config.sync_check_every,
-        )
-    )
-
-
-def _vllm(config: TrainingConfig, arguments: Sequence[str] = ()) -> VllmOptions:
-    """Return the options with which the trainer starts a server of its own."""
-    from example_trainer.vllm_manager import VllmOptions
-
-    return VllmOptions(
-        host=config.vllm_host,
-        port=config.vllm_port,
-        log_path=(config.log_dir or config.required_run_dir / "logs") / "vllm.log",
-        served_model_name=config.model_name,
-        tokenizer=config.model_name,
-        dtype=config.dtype,
-        max_model_len=config.max_model_len,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        gpu=config.vllm_gpu,
-        seed=config.seed,
-        ready_timeout_seconds=config.wait_timeout,
-        drain_seconds=config.drain_seconds,
-        extra_arguments=[*_vllm_arguments(config), *arguments],
-    )
-
-
-def _adapter_arguments(config: TrainingConfig, kept: int) -> list[str]:
-    """Return the arguments for starting a server of adapters."""
-    return ["--enable-lora", "--max-lora-rank", str(served_rank(config.lora_r)), "--max-loras", str(kept)]
-
-
-def _vllm_arguments(config: TrainingConfig) -> list[str]:
-    """Return vLLM's own flags for which the trainer's configuration has settings."""
-    arguments = ["--tensor-parallel-size", str(config.vllm_tensor_parallel_size)]
-    if config.vllm_quantization is not None:
-        arguments += ["--quantization", config.vllm_quantization]
-    if config.vllm_enable_sleep_mode:
-        arguments.append("--enable-sleep-mode")
-    return arguments

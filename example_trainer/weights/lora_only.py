@@ -10,70 +10,71 @@ restarts it if it exits. A stock vLLM server takes its adapters from files (`wei
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from example_trainer.errors import CannotSwap, ProofFailed, PublishFailed, ServerRefused, ServerUnavailable
 from example_trainer.model import load_policy
-from example_trainer.modeling.loading import PolicyOptions, name_of, served_dtype_of, stored_config
+from example_trainer.modeling.loading import name_of, policy_options, served_dtype_of, stored_config
 from example_trainer.modeling.policy import Policy
-from example_trainer.options.publish import USUAL_STALENESS, served_rank
+from example_trainer.options.publish import served_rank, versions_kept
+from example_trainer.options.training_options import TrainingOptions
 from example_trainer.vllm_manager import VllmManager, VllmOptions
 from example_trainer.weight_protocol.base_record import BASE_DIRECTORY
-from example_trainer.weight_protocol.client import NotYet, ServerClient, check_host, wait_for
-from example_trainer.weight_protocol.manifest import read_token
+from example_trainer.weight_protocol.client import ServerClient, ServerInfo, check_host
 from example_trainer.weight_protocol.transfer import AdapterPayload
-from example_trainer.weights.adapter_target import AdapterServer, AtroposServer, StockServer, SwapServer
+from example_trainer.weights.adapter_target import AdapterServer, AtroposServer, StockServer
 from example_trainer.weights.base import PublishReport, WeightBridge
+from example_trainer.weights.connection import check_server, connect_server, named_token, until_it_answers
 from example_trainer.weights.publish_loop import (
     CHECKED_SHARE,
     ParityCheck,
     is_lasting,
     publish_with_retries,
-    refuse_other_dtype,
 )
-from example_trainer.weights.served_model import ServedBase, fitted, prepare_base
+from example_trainer.weights.served_model import ServedBase, fitted, own_server, prepare_base
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HotswapOptions:
-    """The part of the trainer's configuration that concerns the `lora_only` bridge."""
-
-    policy: PolicyOptions
-    server_url: str
-    adapters_dir: Path
-    """Directory to which adapters are written for a server that only takes files."""
-    base_dir: Path = BASE_DIRECTORY
-    """Directory to which the values of a quantised base are written."""
-    bridge_token: str | None = None
-    vllm: VllmOptions | None = None
-    """Options to start a server with if none answers; None: wait for one."""
-    wait_timeout_seconds: float = 600.0
-    versions_kept: int = USUAL_STALENESS + 2
-    sync_check_every: int | None = 0
-    sync_check_share: float = CHECKED_SHARE
-    """Largest share of the time that checks of this server take, if their number is not given."""
+T = TypeVar("T")
 
 
-class LoraHotswapBridge(WeightBridge):
+class LoraOnlyBridge(WeightBridge):
     """Implements `WeightBridge` by sending adapters to a running vLLM server."""
 
-    def __init__(self, options: HotswapOptions) -> None:
-        self._options = options
+    def __init__(
+        self,
+        config: TrainingOptions,
+        url: str | None = None,
+        adapters_dir: Path | None = None,
+        *,
+        vllm: VllmOptions | None = None,
+    ) -> None:
+        """Keep the arguments; by default the server is the configured one.
+
+        `adapters_dir` is the directory to which adapters are written for a server that only takes files, and `vllm`
+        starts the trainer's own server otherwise than the configuration says.
+        """
+        starts = config.start_vllm == "auto" and not config.num_inference_nodes
+        self._config = config
+        self._options = policy_options(config)
+        self._url = url or config.server_urls[0]
+        self._adapters_dir = adapters_dir
+        self._vllm = vllm or (own_server(config) if starts else None)
+        """Options to start a server with if none answers; None: wait for one."""
         self._policy: Policy | None = None
         self._server: AdapterServer | None = None
         self._manager: VllmManager | None = None
-        self.base = ServedBase(options.policy.model_name)
+        self.base = ServedBase(config.model_name)
         """The base that the server has to compute with."""
         self._boot_id: str | None = None
-        self._check = ParityCheck(every=options.sync_check_every, share=options.sync_check_share)
+        # The checks of all servers together take as much time as those of one would.
+        share = CHECKED_SHARE / len(config.server_urls)
+        self._check = ParityCheck(every=config.sync_check_every, share=share)
         self._good_version: int | None = None
         """The last version whose publish passed its check, or needed none."""
         self._has_published = False
@@ -85,14 +86,14 @@ class LoraHotswapBridge(WeightBridge):
         A server for a quantised base starts after the policy is loaded, because it loads that base's values.
         """
         options = self._options
-        check_host(options.server_url, "--vllm-host or --inference-urls")
-        vllm = options.vllm if options.vllm is not None and not is_served(options.server_url) else None
-        if vllm is not None and not options.policy.quantises_base:
-            dtype = served_dtype_of(options.policy, stored_config(options.policy))
-            self._manager = self._start_own(replace(vllm, dtype=name_of(dtype)))
-        policy = load_policy(options.policy)
-        if options.policy.quantises_base:
-            self.base = prepare_base(policy, options.base_dir)
+        check_host(self._url, "--vllm-host or --inference-urls")
+        vllm = self._vllm if self._vllm is not None and not is_served(self._url) else None
+        if vllm is not None and not options.quantises_base:
+            dtype = served_dtype_of(options, stored_config(options))
+            self._manager = self._start_own(vllm.with_settings(dtype=name_of(dtype)))
+        policy = load_policy(options)
+        if options.quantises_base:
+            self.base = prepare_base(policy, self._config.required_run_dir / BASE_DIRECTORY)
             if vllm is not None:
                 self._manager = self._start_own(fitted(vllm, policy))
         self.connect(policy, self.base)
@@ -100,10 +101,11 @@ class LoraHotswapBridge(WeightBridge):
 
     def connect(self, policy: Policy, base: ServedBase) -> None:
         """Wait for the server, for which this policy is loaded already and its base prepared."""
-        check_host(self._options.server_url, "--vllm-host or --inference-urls")
+        check_host(self._url, "--vllm-host or --inference-urls")
         self._policy, self.base = policy, base
         server = self._connect()
-        refuse_other_dtype(self._options.server_url, server.identify().dtype, policy)
+        identity = server.identify()
+        check_server(self._url, identity.dtype, identity.head_dtype, policy)
 
     def publish(self, version: int) -> PublishReport:
         """Send the adapter as it is now; see the module's docstring."""
@@ -114,7 +116,7 @@ class LoraHotswapBridge(WeightBridge):
         """Return the version that the server serves, which may come from an earlier run; 0 if none."""
         if self._server is None:
             return 0
-        return self._until_it_answers(self._server).policy_version or 0
+        return self._until_it_answers(self._server.identify).policy_version or 0
 
     def should_publish(self, steps_since_publish: int) -> bool:
         return steps_since_publish > 0
@@ -146,7 +148,7 @@ class LoraHotswapBridge(WeightBridge):
             manager.start(self.base.model, version=None)
         except ServerUnavailable as error:
             manager.close()
-            if not is_served(self._options.server_url):
+            if not is_served(self._url):
                 raise
             logger.info("%s; waiting for that server", error)
             return None
@@ -154,17 +156,45 @@ class LoraHotswapBridge(WeightBridge):
 
     def _connect(self) -> AdapterServer:
         """Wait for the server, find out in which way it takes adapters, and refuse it if it has another base."""
-        manager, options, base = self._manager, self._options, self.base
-        if manager is not None:
-            manager.wait_until_ready(None)
-            self._server = server = AtroposServer(ServerClient(options.server_url, manager.token))
-            return server
-        self._server = found = wait_for(
-            lambda: _try_connect(options, base),
-            what=f"the vLLM server at {options.server_url}",
-            timeout_seconds=options.wait_timeout_seconds,
-        )
-        return found
+        if self._manager is not None:
+            self._manager.wait_until_ready(None)
+            self._server = AtroposServer(ServerClient(self._url, self._manager.token))
+        else:
+            self._server = self._until_it_answers(self._connect_found)
+        return self._server
+
+    def _connect_found(self) -> AdapterServer:
+        """Return the server that somebody else has started."""
+        try:
+            client, info = connect_server(self._url, self._config.bridge_token)
+        except ServerRefused as error:
+            if error.status != 404:
+                raise
+            return self._connect_stock()
+        try:
+            self._refuse_unfit(client.url, info)
+        except BaseException:
+            client.close()
+            raise
+        return AtroposServer(client)
+
+    def _refuse_unfit(self, url: str, info: ServerInfo) -> None:
+        if not info.lora:
+            raise CannotSwap(
+                f"the vLLM server at {url} serves no adapters: start it with --enable-lora "
+                f"--max-lora-rank {served_rank(self._config.lora_r)}, and without --share-weights"
+            )
+        self.base.check(info.base_digest, url)
+
+    def _connect_stock(self) -> AdapterServer:
+        """Return a server without the bridge's routes, which reads adapters from files."""
+        client = ServerClient(self._url, named_token(self._config.bridge_token))
+        directory = self._adapters_dir or self._config.required_run_dir / "served"
+        kept = versions_kept(self._config.max_staleness)
+        return StockServer(client, directory, model=self._config.model_name, keep=kept)
+
+    def _until_it_answers(self, ask: Callable[[], T]) -> T:
+        return until_it_answers(ask, self._url, timeout_seconds=self._config.wait_timeout)
 
     def _publish(self, version: int) -> PublishReport:
         if self._policy is None or self._server is None:
@@ -186,7 +216,7 @@ class LoraHotswapBridge(WeightBridge):
             return server.send(version, payload)
         except (ServerUnavailable, ServerRefused) as error:
             if self._manager is None and not is_lasting(error):
-                self._until_it_answers(server)
+                self._until_it_answers(server.identify)
             raise
 
     def _restart_exited(self) -> None:
@@ -226,27 +256,19 @@ class LoraHotswapBridge(WeightBridge):
         else:
             self._boot_id, self._good_version = boot_id, version
 
-    def _until_it_answers(self, server: AdapterServer) -> SwapServer:
-        """Return the server's identity once it answers: it may be restarting."""
 
-        def ask() -> SwapServer:
-            try:
-                return server.identify()
-            except (ServerRefused, ServerUnavailable) as error:
-                raise NotYet(str(error)) from error
-
-        seconds = self._options.wait_timeout_seconds
-        return wait_for(ask, what=f"the vLLM server at {self._options.server_url}", timeout_seconds=seconds)
-
-
-class ServersHotswapBridge(WeightBridge):
+class SeveralServersBridge(WeightBridge):
     """Implements `WeightBridge` for several servers: each gets every adapter, one after the other.
 
     A server that is behind meanwhile answers under its older version, with which its tokens are stamped.
     """
 
-    def __init__(self, bridges: Sequence[LoraHotswapBridge]) -> None:
-        self._bridges = bridges
+    def __init__(self, config: TrainingOptions) -> None:
+        served, urls = config.required_run_dir / "served", config.server_urls
+        self._bridges = [
+            LoraOnlyBridge(config, url, served / str(index) if len(urls) > 1 else served)
+            for index, url in enumerate(urls)
+        ]
 
     def prepare(self) -> Policy:
         first, *others = self._bridges
@@ -287,38 +309,3 @@ def is_served(url: str) -> bool:
         return client.is_there()
     finally:
         client.close()
-
-
-def _try_connect(options: HotswapOptions, base: ServedBase) -> AdapterServer:
-    client = ServerClient(options.server_url, options.bridge_token or os.environ.get("ATROPOS_BRIDGE_TOKEN"))
-    try:
-        if not client.healthy():
-            reason = "it is still loading its model" if client.is_there() else "no answer to /health"
-            raise NotYet(reason)  # noqa: TRY301  every exception path closes the client
-        return _connect_own(client, options, base)
-    except ServerUnavailable as error:
-        client.close()
-        raise NotYet(str(error)) from error
-    except ServerRefused as error:
-        if error.status != 404:
-            client.close()
-            raise NotYet(str(error)) from error
-        return StockServer(client, options.adapters_dir, model=options.policy.model_name, keep=options.versions_kept)
-    except BaseException:
-        client.close()
-        raise
-
-
-def _connect_own(client: ServerClient, options: HotswapOptions, base: ServedBase) -> AdapterServer:
-    info = client.info()
-    if not info.lora:
-        raise CannotSwap(
-            f"the vLLM server at {client.url} serves no adapters: start it with --enable-lora "
-            f"--max-lora-rank {served_rank(options.policy.adapter.r if options.policy.adapter else 1)}, and without "
-            "--share-weights"
-        )
-    base.check(info.base_digest, client.url)
-    named = options.bridge_token or os.environ.get("ATROPOS_BRIDGE_TOKEN")
-    if named is None and info.token_path and (token := read_token(info.token_path)):
-        client.use_token(token)
-    return AtroposServer(client)

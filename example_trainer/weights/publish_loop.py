@@ -1,6 +1,7 @@
-"""The parts of a publish that are the same in every mode: attempts, parity checks, and the budget of publishes.
+"""The parts of a publish that are the same in every mode: attempts, the fence, parity checks, the budget of publishes.
 
-`publish_with_retries` repeats an attempt that failed for a reason that passes. `ParityCheck` proves the first publish
+`publish_with_retries` repeats an attempt that failed for a reason that passes. `OpenPublish` holds a server's fence
+under a lease: it begins the publish, and ends or aborts it. `ParityCheck` proves the first publish
 to each server process, and later ones as often as `--sync-check` says. `SyncBudget` limits how often to publish, so
 that recomputing interrupted requests does not take most of the generation.
 """
@@ -9,15 +10,18 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from contextlib import ExitStack
+from typing import Any, Final, Self, TypeVar
 
-from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable, WrongDtype
-from example_trainer.modeling.loading import name_of
+from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable
 from example_trainer.modeling.policy import Policy
+from example_trainer.options.publish import InFlight
+from example_trainer.weight_protocol.client import Fence, ServerClient
 from example_trainer.weights.base import PublishReport
-from example_trainer.weights.logprob_parity import Agreement, Difference, prove
+from example_trainer.weights.logprob_parity import Agreement, Compare, Difference, prove
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,8 @@ ATTEMPTS: Final = 4
 FIRST_PAUSE_SECONDS: Final = 0.2
 CHECKED_SHARE: Final = 0.01
 """Largest share of the time that parity checks take under `--sync-check auto`."""
+_RETRY_SECONDS: Final = 0.5
+_GIVE_UP_SECONDS: Final = 5.0
 PASSING_STATUSES: Final = frozenset({404, 409, 410, 500, 503})
 """Statuses worth a retry; a server may answer 500 while its engine is failing."""
 
@@ -54,14 +60,77 @@ def publish_with_retries(
     raise AssertionError("unreachable")
 
 
-def refuse_other_dtype(url: str, served: str | None, policy: Policy) -> None:
-    """Raise `WrongDtype` if a server, which may not name its dtype, computes in another one than the policy."""
-    dtype = name_of(policy.dtype)
-    if served not in (None, dtype):
-        raise WrongDtype(
-            f"the vLLM server at {url} computes in {served}, the trainer in {dtype}, so their logprobs would differ; "
-            f"start the server with --dtype {dtype}, or the trainer with --dtype {served}"
-        )
+class OpenPublish:
+    """A fence that a server has set; its lease is renewed until this object is closed, however long the write takes."""
+
+    def __init__(
+        self, client: ServerClient, *, lease_seconds: float, drain_seconds: float, in_flight: InFlight
+    ) -> None:
+        self.began = time.monotonic()
+        self.publish_id = uuid.uuid4().hex
+        self._client = client
+        self._lease = ExitStack()
+        self._lease.enter_context(client.lease(self.publish_id, lease_seconds))
+        try:
+            self.fence = begin_after_others(
+                client,
+                self.publish_id,
+                lease_seconds=lease_seconds,
+                drain_seconds=drain_seconds,
+                in_flight=in_flight,
+            )
+        except BaseException:
+            self.abort()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def end(self, version: int, *, within_seconds: float | None = None) -> dict[str, Any]:
+        """Make the server resume under this version, once the weights are complete."""
+        return self._client.end_publish(self.publish_id, version, within_seconds=within_seconds)
+
+    def abort(self, *, timeout_seconds: float = _GIVE_UP_SECONDS) -> None:
+        """Make the server resume with its previous weights now, instead of pausing until the lease lapses."""
+        self.close()
+        try:
+            self._client.abort_publish(self.publish_id, timeout_seconds=timeout_seconds)
+        except (ServerRefused, ServerUnavailable) as error:
+            has_ended = isinstance(error, ServerRefused) and error.kind == "publish-lapsed"
+            level = logging.DEBUG if has_ended else logging.WARNING
+            logger.log(level, "publish %s could not be aborted, so its lease has to lapse: %s", self.publish_id, error)
+
+    def close(self) -> None:
+        """Stop renewing the lease; the fence stays until the publish is ended or the lease lapses."""
+        self._lease.close()
+
+
+def begin_after_others(
+    client: ServerClient, publish_id: str, *, lease_seconds: float, drain_seconds: float, in_flight: InFlight
+) -> Fence:
+    """Begin a publish once no other is under way; the publish of a killed trainer lapses after its lease.
+
+    Raises `ServerRefused` if another publish is still renewed after both leases would have lapsed.
+    """
+    deadline: float | None = None
+    while True:
+        try:
+            return client.begin_publish(
+                publish_id, lease_seconds=lease_seconds, drain_seconds=drain_seconds, in_flight=in_flight
+            )
+        except ServerRefused as error:
+            if error.kind != "publish-in-progress":
+                raise
+            now = time.monotonic()
+            if deadline is None:
+                deadline = now + lease_seconds + (error.retry_after_seconds or lease_seconds)
+                logger.info("waiting for an earlier publish to end or to lapse: %s", error)
+            if now >= deadline:
+                raise
+            time.sleep(_RETRY_SECONDS)
 
 
 class ParityCheck:
@@ -104,11 +173,20 @@ class ParityCheck:
         version: int,
         boot_id: str,
         max_model_len: int,
+        compare_with: Compare | None = None,
     ) -> None:
-        """Compare the logprobs of both sides; raise `ProofFailed` if they differ."""
+        """Compare the logprobs of both sides; raise `ProofFailed` if they differ. See `prove` for `compare_with`."""
 
         def attempt(limit: Difference | None) -> Agreement:
-            return prove(policy, generate, version=version, boot_id=boot_id, max_model_len=max_model_len, limit=limit)
+            return prove(
+                policy,
+                generate,
+                version=version,
+                boot_id=boot_id,
+                max_model_len=max_model_len,
+                limit=limit,
+                compare_with=compare_with,
+            )
 
         try:
             agreement = attempt(self.limit)

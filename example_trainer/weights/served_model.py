@@ -8,25 +8,33 @@ logprobs would be those of other weights.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from atropos_api.common.files import move_link, write_directory
 from example_trainer.errors import CannotSwap, PublishFailed
-from example_trainer.modeling.loading import name_of
+from example_trainer.memory.preflight import cache_on_shared_gpu
+from example_trainer.model import load_policy
+from example_trainer.modeling.loading import MasterWeights, PolicyOptions, name_of
 from example_trainer.modeling.policy import Policy
+from example_trainer.options.training_options import TrainingOptions
 from example_trainer.vllm_manager import VllmOptions
 from example_trainer.weight_protocol.base_record import BaseRecord, read_base_record
 
 logger = logging.getLogger(__name__)
 
+LINK = "policy"
+"""Name of the link to the checkpoint that is served."""
+_PARTIAL_LINK = f".{LINK}.part"
 _GIBIBYTE = 1 << 30
 
 
@@ -95,24 +103,57 @@ def write_served_checkpoint(policy: Policy, directory: Path) -> Path:
     return _write(policy, policy.checkpoint_tensors(policy.dtype), directory)
 
 
+def whole_policy(policy: Policy, options: PolicyOptions, directory: Path) -> Policy:
+    """Return the policy, or load its checkpoint just written if it is sharded: a forward would need all ranks."""
+    if not policy.is_sharded:
+        return policy
+    # Nothing is trained here, and masters in fp32 beside a served copy take 6 bytes a parameter of the first rank's
+    # GPU, 48 GB at 8B. Without masters float16 is refused, so that its masters stay in host memory.
+    masters: MasterWeights = "host" if policy.dtype == torch.float16 else "none"
+    return load_policy(replace(options, model_name=str(directory), sharding=None, master_weights=masters))
+
+
+def link_served(directory: Path) -> Path:
+    """Make the link beside a complete checkpoint lead to it, in one rename, and return the link.
+
+    vLLM's cache of compiled graphs counts the model's path as part of the model: under a new name each server would
+    compile anew, 20 to 60 s. Where no link can be made the checkpoint's own path is returned.
+    """
+    link = directory.with_name(LINK)
+    try:
+        move_link(link, directory.name)
+    except OSError as error:
+        logger.warning("no link to %s can be made, so each server compiles its graphs anew: %s", directory, error)
+        unlink_served(directory.parent)
+        return directory
+    return link
+
+
+def unlink_served(parent: Path, directory: Path | None = None) -> None:
+    """Remove the links in `parent` that lead to this checkpoint, or all of them, before they would lead nowhere."""
+    for link in (parent / LINK, parent / _PARTIAL_LINK):
+        with contextlib.suppress(OSError):
+            if link.is_symlink() and (directory is None or link.readlink().name == directory.name):
+                link.unlink()
+
+
 def _write(
     policy: Policy, tensors: Mapping[str, torch.Tensor], directory: Path, record: BaseRecord | None = None
 ) -> Path:
     from huggingface_hub import save_torch_state_dict
 
-    partial = directory.with_name(f".{directory.name}.part")
+    needed_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     try:
-        for old in (partial, directory):
-            shutil.rmtree(old, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _check_space(partial, sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
-        save_torch_state_dict(dict(tensors), partial)
-        config = policy.hf_config.to_dict() | {"dtype": name_of(policy.dtype)}
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if record is not None:
-            record.write(partial)
-            _sync(partial)
-        partial.rename(directory)
+        unlink_served(directory.parent, directory)
+        shutil.rmtree(directory, ignore_errors=True)
+        # A resumed run believes the record, also after a power cut.
+        with write_directory(directory, synced=record is not None) as partial:
+            _check_space(partial, needed_bytes)
+            save_torch_state_dict(dict(tensors), partial)
+            config = policy.hf_config.to_dict() | {"dtype": name_of(policy.dtype)}
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            if record is not None:
+                record.write(partial)
     except OSError as error:
         raise PublishFailed(f"cannot write {directory}: {error}; free the space or set --run-dir elsewhere") from error
     return directory
@@ -129,16 +170,16 @@ def _check_space(directory: Path, needed_bytes: int) -> None:
         )
 
 
-def _sync(directory: Path) -> None:
-    """Flush the files to the disk: a resumed run believes the record, also after a power cut."""
-    for path in directory.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+def own_server(config: TrainingOptions) -> VllmOptions:
+    """Return the options of a server that the trainer starts, with the cache that leaves it room on a shared GPU."""
+    cache = cache_on_shared_gpu(config, share=config.gpu_memory_utilization, beside_server=False)
+    return VllmOptions.of(config).with_settings(kv_cache_memory_bytes=cache)
 
 
 def fitted(vllm: VllmOptions, policy: Policy) -> VllmOptions:
     """Return the server's options, limited to the model's context length and in the policy's precision."""
-    longest = getattr(policy.hf_config, "max_position_embeddings", None)
-    if longest and vllm.max_model_len and vllm.max_model_len > longest:
-        vllm = replace(vllm, max_model_len=int(longest))
-    return replace(vllm, dtype=name_of(policy.dtype))
+    settings: dict[str, Any] = {"dtype": name_of(policy.dtype)}
+    longest, asked = getattr(policy.hf_config, "max_position_embeddings", None), vllm.settings.get("max_model_len")
+    if longest and asked and asked > longest:
+        settings["max_model_len"] = int(longest)
+    return vllm.with_settings(**settings)

@@ -16,120 +16,36 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any
 
 import torch
 
 from example_trainer.errors import CannotShare, PublishFailed, ServerRefused, ServerUnavailable
 from example_trainer.model import load_policy
-from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.loading import policy_options
 from example_trainer.modeling.policy import Policy
-from example_trainer.options.publish import DRAIN_SECONDS, InFlight
-from example_trainer.weight_protocol.client import Fence, ServerClient
+from example_trainer.options.training_options import TrainingOptions
 from example_trainer.weight_protocol.shm_header import WriteRefused
 from example_trainer.weights.attachment import Attachment, attach
 from example_trainer.weights.base import PublishReport, WeightBridge
-from example_trainer.weights.publish_loop import ParityCheck, SyncBudget, is_lasting, publish_with_retries
+from example_trainer.weights.connection import warn_of_rounding_head
+from example_trainer.weights.publish_loop import OpenPublish, ParityCheck, SyncBudget, is_lasting, publish_with_retries
 
 logger = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 0.5
-_GIVE_UP_SECONDS = 5.0
+LEASE_SECONDS = 30.0
 
 
-class OpenPublish:
-    """A fence that a server has set; its lease is renewed until this object is closed, however long the write takes."""
+class _AttachedPublish(OpenPublish):
+    """A publish to the server process whose tensors are attached."""
 
-    def __init__(
-        self, attachment: Attachment, *, lease_seconds: float, drain_seconds: float, in_flight: InFlight
-    ) -> None:
+    def __init__(self, attachment: Attachment, **settings: Any) -> None:
         self.attachment = attachment
-        self.began = time.monotonic()
-        self.publish_id = uuid.uuid4().hex
-        client = attachment.client
-        self._lease = ExitStack()
-        self._lease.enter_context(client.lease(self.publish_id, lease_seconds))
-        try:
-            self.fence = begin_after_others(
-                client,
-                self.publish_id,
-                lease_seconds=lease_seconds,
-                drain_seconds=drain_seconds,
-                in_flight=in_flight,
-            )
-        except BaseException:
-            self.abort()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def end(self, version: int) -> dict[str, Any]:
-        """Make the server resume under this version, once the weights are complete."""
-        return self.attachment.client.end_publish(self.publish_id, version)
-
-    def abort(self) -> None:
-        """Make the server resume with its present weights now, instead of pausing until the lease lapses."""
-        self.close()
-        try:
-            self.attachment.client.abort_publish(self.publish_id, timeout_seconds=_GIVE_UP_SECONDS)
-        except (ServerRefused, ServerUnavailable) as error:
-            logger.debug("publish %s could not be aborted, so its lease has to lapse: %s", self.publish_id, error)
-
-    def close(self) -> None:
-        """Stop renewing the lease; the fence stays until the publish is ended or the lease lapses."""
-        self._lease.close()
-
-
-def begin_after_others(
-    client: ServerClient, publish_id: str, *, lease_seconds: float, drain_seconds: float, in_flight: InFlight
-) -> Fence:
-    """Begin a publish once no other is under way; the publish of a killed trainer lapses after its lease.
-
-    Raises `ServerRefused` if another publish is still renewed after both leases would have lapsed.
-    """
-    deadline: float | None = None
-    while True:
-        try:
-            return client.begin_publish(
-                publish_id, lease_seconds=lease_seconds, drain_seconds=drain_seconds, in_flight=in_flight
-            )
-        except ServerRefused as error:
-            if error.kind != "publish-in-progress":
-                raise
-            now = time.monotonic()
-            if deadline is None:
-                deadline = now + lease_seconds + (error.retry_after_seconds or lease_seconds)
-                logger.info("waiting for an earlier publish to end or to lapse: %s", error)
-            if now >= deadline:
-                raise
-            time.sleep(_RETRY_SECONDS)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SharedOptions:
-    """The part of the trainer's configuration that concerns the shared bridge."""
-
-    policy: PolicyOptions
-    server_url: str
-    manifest_path: str = "auto"
-    bridge_token: str | None = None
-    wait_timeout_seconds: float = 600.0
-    forwards_from_masters: bool = False
-    drain_seconds: float = DRAIN_SECONDS
-    in_flight: Literal["drain", "recompute", "finish", "keep_kv"] = "drain"
-    lease_seconds: float = 30.0
-    sync_budget: float = 0.2
-    max_staleness: int | None = None
-    sync_check_every: int | None = 0
+        super().__init__(attachment.client, **settings)
 
 
 @dataclass(slots=True)
@@ -143,22 +59,23 @@ class _Written:
 class SharedVllmBridge(WeightBridge):
     """Implements `WeightBridge` over tensors shared with a vLLM server on this machine."""
 
-    def __init__(self, options: SharedOptions) -> None:
-        self._options = options
-        self._budget = SyncBudget(options.sync_budget, most_steps=options.max_staleness)
-        self._check = ParityCheck(every=options.sync_check_every)
+    def __init__(self, config: TrainingOptions, *, lease_seconds: float = LEASE_SECONDS) -> None:
+        self._config = config
+        self._lease_seconds = lease_seconds
+        self._budget = SyncBudget(config.sync_budget, most_steps=config.max_staleness)
+        self._check = ParityCheck(every=config.sync_check_every)
         self._publishing = threading.Lock()
         self._attached: Attachment | None = None
-        self._open: OpenPublish | None = None
+        self._open: _AttachedPublish | None = None
         """The publish that a change of the served tensors has begun and that `publish` will end."""
         self._policy: Policy | None = None
 
     def prepare(self) -> Policy:
         """Wait for the server, load the policy and map its parameters onto the shared tensors."""
         attachment = self._attach()
-        options = self._options.policy
+        options = policy_options(self._config)
         device = _device(attachment, options.device)
-        from_masters = self._options.forwards_from_masters
+        from_masters = self._config.forwards_from_masters
         dtype = attachment.manifest.dtype.removeprefix("torch.")
         if options.dtype not in ("auto", dtype):
             logger.warning(
@@ -169,7 +86,11 @@ class SharedVllmBridge(WeightBridge):
                 options.dtype,
             )
         served = replace(options, dtype=dtype, device=device)
+        if attachment.device.type == "cuda":
+            # Else the current device stays 0: a context on a GPU that is not used here, and kernels that miss theirs.
+            torch.cuda.set_device(attachment.device)
         policy = load_policy(served, forwards_from_masters=from_masters)
+        warn_of_rounding_head(attachment.client.url, attachment.info.head_dtype, policy)
         attachment.bind(policy, forwards_from_masters=from_masters)
         self._policy, self._attached = policy, attachment
         if policy.steps_served:
@@ -197,7 +118,7 @@ class SharedVllmBridge(WeightBridge):
 
     def should_publish(self, steps_since_publish: int) -> bool:
         """Return True at each step if the forward reads the served tensors, else as the budget allows."""
-        if not self._options.forwards_from_masters:
+        if not self._config.forwards_from_masters:
             return steps_since_publish > 0
         return self._budget.allows(steps_since_publish)
 
@@ -219,12 +140,12 @@ class SharedVllmBridge(WeightBridge):
             self._attached = None
 
     def _attach(self) -> Attachment:
-        options = self._options
+        config = self._config
         return attach(
-            options.server_url,
-            manifest_flag=options.manifest_path,
-            token=options.bridge_token,
-            timeout_seconds=options.wait_timeout_seconds,
+            config.vllm_url,
+            manifest_flag=config.vllm_config_path,
+            token=config.bridge_token,
+            timeout_seconds=config.wait_timeout,
         )
 
     @contextmanager
@@ -237,18 +158,17 @@ class SharedVllmBridge(WeightBridge):
                 )
             yield
 
-    def _begin(self) -> OpenPublish:
+    def _begin(self) -> _AttachedPublish:
         attachment = self._current_attachment()
         attachment.check_untouched()
-        options = self._options
-        return OpenPublish(
+        return _AttachedPublish(
             attachment,
-            lease_seconds=options.lease_seconds,
-            drain_seconds=options.drain_seconds,
-            in_flight=options.in_flight,
+            lease_seconds=self._lease_seconds,
+            drain_seconds=self._config.drain_seconds,
+            in_flight=self._config.in_flight,
         )
 
-    def _begin_write(self) -> OpenPublish:
+    def _begin_write(self) -> _AttachedPublish:
         """Begin a publish whose version is not known yet; until it is, the header names the next one."""
         opened = self._begin()
         try:
@@ -284,7 +204,7 @@ class SharedVllmBridge(WeightBridge):
             return None
         return PublishReport(version=version, seconds=0.0)
 
-    def _write(self, opened: OpenPublish, version: int, written: _Written) -> None:
+    def _write(self, opened: _AttachedPublish, version: int, written: _Written) -> None:
         """Cast the masters into the shared tensors, between the header's two stamps."""
         assert self._policy is not None
         attachment = opened.attachment
@@ -340,7 +260,7 @@ class SharedVllmBridge(WeightBridge):
                 "continue from the last checkpoint with --resume auto"
             )
         logger.warning("the vLLM server has restarted (boot %s); attached again", attachment.boot_id)
-        attachment.bind(self._policy, forwards_from_masters=self._options.forwards_from_masters)
+        attachment.bind(self._policy, forwards_from_masters=self._config.forwards_from_masters)
         self._attached = attachment
         current.close()
         return attachment
@@ -353,7 +273,7 @@ def _begin_write(attachment: Attachment, version: int) -> None:
         raise PublishFailed(str(error)) from error
 
 
-def _report(opened: OpenPublish, version: int, ended: dict[str, Any]) -> PublishReport:
+def _report(opened: _AttachedPublish, version: int, ended: dict[str, Any]) -> PublishReport:
     """Return the report of a publish; the costs come from the server's answer to its end."""
     fence, attachment = opened.fence, opened.attachment
     generated = max(0, fence.generated_tokens_total - attachment.generated_tokens_total)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A strided region of one storage, in elements. Equal places are the same memory."""
+class StridedRegion:
+    """A strided region of one storage, in elements. Equal regions are the same memory."""
 
     storage: str
     offset: int
@@ -50,7 +50,7 @@ class _Box:
         )
 
 
-def place_of(tensor: TensorMap) -> Place:
+def region_of(tensor: TensorMap) -> StridedRegion:
     """Return the single region that a tensor's pieces form; raise `ValueError` with the reason if they form none."""
     shape = tuple(tensor.shape)
     boxes = [_box(piece, shape) for piece in tensor.pieces]
@@ -63,7 +63,7 @@ def place_of(tensor: TensorMap) -> Place:
     origins = {box.offset - _dot(box.start, stride) for box in boxes}
     if len(origins) != 1:
         raise ValueError(f"its {len(boxes)} pieces are not adjacent in memory")
-    return Place(boxes[0].storage, origins.pop(), shape, stride)
+    return StridedRegion(boxes[0].storage, origins.pop(), shape, stride)
 
 
 def _box(piece: Piece, shape: tuple[int, ...]) -> _Box:
@@ -107,16 +107,16 @@ def _dot(first: Iterable[int], second: Iterable[int]) -> int:
     return sum(a * b for a, b in zip(first, second, strict=True))
 
 
-def view_at(storage: torch.UntypedStorage, place: Place, dtype: torch.dtype) -> torch.Tensor:
+def view_at(storage: torch.UntypedStorage, region: StridedRegion, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor over a region of shared memory; nothing is copied."""
-    last = place.offset + _dot((n - 1 for n in place.shape), place.stride)
-    if place.offset < 0 or (last + 1) * dtype.itemsize > storage.nbytes():
+    last = region.offset + _dot((n - 1 for n in region.shape), region.stride)
+    if region.offset < 0 or (last + 1) * dtype.itemsize > storage.nbytes():
         raise CannotShare(
-            f"the manifest places a tensor at elements {place.offset}..{last} of storage {place.storage}, "
+            f"the manifest places a tensor at elements {region.offset}..{last} of storage {region.storage}, "
             f"which has {storage.nbytes()} bytes; start the vLLM server again"
         )
     empty = torch.empty(0, dtype=dtype, device=storage.device)
-    return empty.set_(storage, place.offset, place.shape, place.stride)
+    return empty.set_(storage, region.offset, region.shape, region.stride)
 
 
 def map_parameters(
@@ -124,12 +124,12 @@ def map_parameters(
 ) -> dict[str, torch.Tensor]:
     """Return views over the server's tensors for every parameter of a Hugging Face model, by checkpoint name.
 
-    Raises `CannotShare` naming each parameter that cannot be mapped and why.
+    Raises `CannotShare` with their number and, of the first three that cannot be mapped, the names and reasons.
     """
     names = checkpoint_names(model)
     merged = merged_parameters(model)
     views: dict[str, torch.Tensor] = {}
-    owners: dict[Place, str] = {}
+    owners: dict[StridedRegion, str] = {}
     refused: dict[str, str] = {}
     for parameter_name, parameter in model.named_parameters():
         name = names[parameter_name]
@@ -138,12 +138,12 @@ def map_parameters(
             continue
         try:
             entry = _entry(name, model, manifest)
-            place = _without_padding(place_of(entry), tuple(parameter.shape))
-            views[name] = view_at(storages[place.storage], place, _dtype(entry))
+            region = _without_padding(region_of(entry), tuple(parameter.shape))
+            views[name] = view_at(storages[region.storage], region, _dtype(entry))
         except ValueError as problem:
             refused[name] = str(problem)
             continue
-        if (twin := owners.setdefault(place, name)) != name:
+        if (twin := owners.setdefault(region, name)) != name:
             refused[name] = f"the server keeps it in the same memory as {twin}, the trainer separately"
     refused.update(_split_ties(model, manifest, names))
     if refused:
@@ -173,7 +173,7 @@ def _split_ties(model: Any, manifest: BridgeManifest, names: Mapping[str, str]) 
         target = manifest.tied.get(alias, alias)
         if alias not in names and target in manifest.tensors and name in manifest.tensors:
             try:
-                same = place_of(manifest.tensors[target]) == place_of(manifest.tensors[name])
+                same = region_of(manifest.tensors[target]) == region_of(manifest.tensors[name])
             except ValueError:
                 continue  # already refused under its own name
             if not same:
@@ -181,13 +181,13 @@ def _split_ties(model: Any, manifest: BridgeManifest, names: Mapping[str, str]) 
     return split
 
 
-def _without_padding(place: Place, shape: tuple[int, ...]) -> Place:
+def _without_padding(region: StridedRegion, shape: tuple[int, ...]) -> StridedRegion:
     """Cut rows that only pad the vocabulary."""
-    if place.shape == shape:
-        return place
-    if place.shape[1:] == shape[1:] and place.shape[0] > shape[0]:
-        return Place(place.storage, place.offset, shape, place.stride)
-    raise ValueError(f"it has shape {place.shape} at the server and {shape} in the trainer")
+    if region.shape == shape:
+        return region
+    if region.shape[1:] == shape[1:] and region.shape[0] > shape[0]:
+        return StridedRegion(region.storage, region.offset, shape, region.stride)
+    raise ValueError(f"it has shape {region.shape} at the server and {shape} in the trainer")
 
 
 def _dtype(entry: TensorMap) -> torch.dtype:

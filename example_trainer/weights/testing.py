@@ -3,14 +3,14 @@
 `FakeServer` has its weights in vLLM's layout (fused qkv and gate_up, padded vocabulary, transposed Conv1D; each piece
 traced) in a real shared-memory segment, and a Hugging Face forward reads them there for the logprobs, so that a wrong
 slice or a torn write shows as it would with the real server. Its fence is the server's own, over an engine that decodes
-step by step: leases, lapses and aborts are real. `LocalBridge` loads the policy and publishes to no server, for
-training on recorded batches and for tests of the loop.
+step by step: leases, lapses and aborts are real. `config_of` is a trainer's configuration for a
+server. `LocalBridge` loads the policy and publishes to no server, for training on recorded batches and tests of the
+loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import secrets
@@ -21,15 +21,18 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 
+from example_trainer.config import TrainingConfig
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.policy import Policy
 from example_trainer.serving.fence import AdmissionGate, Fence
 from example_trainer.serving.problems import PROBLEM_PREFIX, Problem
 from example_trainer.serving.testing import StubEngine
+from example_trainer.weight_protocol.checksums import combined_checksum
 from example_trainer.weight_protocol.manifest import BridgeManifest, process_start_time, write_manifest
 from example_trainer.weight_protocol.segment import PosixSegment
 from example_trainer.weight_protocol.shm_header import ParamMapping, Piece, SegmentHeader, SharedFile, TensorMap
@@ -165,7 +168,7 @@ class FakeServer:
             "publish/abort": self._abort,
             "resume": self._resume,
             "generate": self._generate,
-            "debug": self._debug,
+            "debug?checksum=true": self._debug,
         }
         if route not in handlers:
             return 404, {"detail": f"no such route: {path}"}
@@ -259,11 +262,7 @@ class FakeServer:
         return found
 
     async def _debug(self, _: dict[str, Any]) -> dict[str, Any]:
-        total = hashlib.blake2b(digest_size=16)
-        for name in sorted(self._parameters):
-            data: Any = self._parameters[name].detach().contiguous().flatten().view(torch.uint8).numpy()
-            total.update(hashlib.blake2b(data, digest_size=16).digest())
-        return {"checksum": total.hexdigest()}
+        return {"checksum": combined_checksum(self._parameters)}
 
     def _export(self, model: str, dtype: str, url: str) -> BridgeManifest:
         stored = self._model.checkpoint_tensors(self._model.dtype)
@@ -367,6 +366,16 @@ def served_fake(model: Path, manifest_dir: Path, **settings: Any) -> Iterator[Se
         yield served
     finally:
         served.close()
+
+
+def config_of(url: str, model: str | Path, **changes: Any) -> TrainingConfig:
+    """Return the configuration of a trainer of `model` whose server is at `url`.
+
+    It is of mode `shared_vllm` and checks the first publish to each server, unless `changes` say otherwise.
+    """
+    address = urlsplit(url)
+    usual = {"model_name": str(model), "vllm_host": address.hostname, "vllm_port": address.port}
+    return TrainingConfig.model_validate(usual | {"weight_bridge_mode": "shared_vllm", "sync_check": "off"} | changes)
 
 
 class LocalBridge(WeightBridge):

@@ -1,4 +1,4 @@
-"""Fixtures of the whole-process tests: a launcher over stand-ins, run as a program, and what it may leave behind."""
+"""Fixtures of the whole-process tests: a launcher over stand-ins, run as a program, and the list of its remains."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Launched:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def child(self, *words: str) -> psutil.Process:
-        """The direct child whose command line holds all `words`."""
+        """Return the direct child whose command line contains all `words`."""
         for process in psutil.Process(self.process.pid).children():
             if all(any(word in part for part in process.cmdline()) for word in words):
                 return process
@@ -53,8 +53,11 @@ class Launched:
 
         assert wait_until(reached, limit_seconds), self.logs()
 
+    def steps(self) -> int:
+        return self.metrics.read_text().count("\n")
+
     def end(self, limit_seconds: float = 60) -> tuple[int, str, str]:
-        """Exit code, stdout, stderr; `ended_at` says when."""
+        """Wait for the end; return exit code, stdout and stderr, and set `ended_at`."""
         out, error = self.process.communicate(timeout=limit_seconds)
         self.ended_at = time.monotonic()
         return self.process.returncode, out, error
@@ -65,7 +68,7 @@ class Launched:
 
 @pytest.fixture
 def start_launcher(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    """Start a launcher with a temporary directory of its own; whatever of it still lives afterwards is ended."""
+    """Start launchers, each with a temporary directory of its own; the processes left at the end are killed."""
     begun: list[Launched] = []
     # Short, as a path in it names a socket.
     scratch = Path(tempfile.mkdtemp(prefix="e2e-"))
@@ -93,7 +96,7 @@ def start_launcher(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 
 @pytest.fixture
 def standins(start_launcher: Callable[..., Launched], tmp_path: Path) -> Callable[..., Launched]:
-    """The launcher over stand-ins for its programs, with a model directory that satisfies the first look at it."""
+    """The launcher over stand-ins for its programs, with a model directory that passes the first check."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -125,5 +128,5 @@ def memory_names() -> set[str]:
 
 
 def _is_ours(name: str, tree: list[psutil.Process]) -> bool:
-    """Other tests run on this machine too; the stand-ins' names end with their process id."""
+    """Return True for the remains of these processes: the stand-ins' names end with their process id."""
     return name.startswith("atropos-standin-") and int(name.rpartition("-")[2]) in {process.pid for process in tree}

@@ -1,4 +1,4 @@
-"""The real launcher over stand-ins for its programs; a program of its own, so that it can be killed like one."""
+"""Runs the real launcher over stand-ins for its programs, as a program that tests can kill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
     own_environment = [] if "--atropos-url" in argv else ["--env.server", STANDINS]
     launch = plan_launch(read_settings([*own_environment, *argv]))
     launch.programs = Programs(broker=(STANDINS, "broker"), vllm=(STANDINS, "vllm"), trainer=(STANDINS, "trainer"))
-    return carry_out(launch)
+    return carry_out(launch, argv)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def broker(settings: dict[str, Any]) -> None:
 
 
 def vllm(settings: dict[str, Any]) -> None:
-    """Run a server with a worker process, shared memory and a socket file, which is slow to stop on a signal."""
+    """Run a server with a worker process, shared memory and a socket file, which stops slowly on a signal."""
     segment = Path("/dev/shm") / f"atropos-standin-{os.getpid()}"
     segment.write_bytes(b"\0" * 4096)
     (Path(tempfile.gettempdir()) / "engine.sock").touch()
@@ -68,7 +68,7 @@ def vllm(settings: dict[str, Any]) -> None:
 
 
 def serve(settings: dict[str, Any]) -> None:
-    """An environment: it ends after the trainer has, and writes the evaluations before and after."""
+    """Run an environment that ends after the trainer has, and writes the evaluations before and after."""
     evals = Path(settings["env"]["data_dir_to_save_evals"])
     servers = settings["openai"] if isinstance(settings["openai"], list) else [settings["openai"]]
     if any(server["server_type"] != "vllm" for server in servers):
@@ -91,8 +91,9 @@ def trainer(settings: dict[str, Any]) -> None:
     if behaviour == "refuse":
         sys.stderr.write("a line of no interest\natropos-grpo: error: --lr -1 is below zero\n")
         sys.exit(2)
+    done = resume(run_dir / "metrics.jsonl") if "--resume" in sys.argv else 0
     with (run_dir / "metrics.jsonl").open("a") as metrics:
-        for step in range(1, steps + 1):
+        for step in range(done + 1, steps + 1):
             time.sleep(0.05)
             row = {"step": step, "reward/mean": min(1.0, 0.25 + 0.1 * step), "response/length_mean": 13.0 + step}
             metrics.write(json.dumps(row | {"time/step": 0.05, "timestamp": time.time()}) + "\n")
@@ -102,6 +103,16 @@ def trainer(settings: dict[str, Any]) -> None:
     if behaviour == "hang":
         time.sleep(600)
     (run_dir / "trained").touch()
+
+
+def resume(path: Path) -> int:
+    """Replace the metrics by those up to the last third step, as from a checkpoint; return that step."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    step = len(rows) // 3 * 3
+    beside = path.with_suffix(".new")
+    beside.write_text("".join(json.dumps(row) + "\n" for row in rows[:step]))
+    beside.replace(path)
+    return step
 
 
 if __name__ == "__main__":

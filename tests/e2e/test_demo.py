@@ -1,6 +1,6 @@
-"""The demo with every part real: it learns, its control does not, and what is killed is cleaned up behind.
+"""The demo with every part real: it learns, its control does not, and after a kill everything is cleaned up.
 
-One launch costs some twenty seconds of imports on two cores, so each test asks of its launch all it can.
+A launch costs some twenty seconds of imports on two cores, so each test checks many things in one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="session")
 def base_model() -> str:
-    """The demo's base, made once if this machine has not made it yet."""
+    """The demo's base, created if this machine has none yet."""
     made = subprocess.run(
         [sys.executable, "-m", "example_trainer.tiny", "--task", "chain"],
         check=True,
@@ -52,7 +52,7 @@ def demo(start_launcher, base_model: str) -> Callable[..., Any]:
 
 @pytest.fixture
 def shared_memory_left(base_model: str) -> Iterator[Callable[[str], list[str]]]:
-    """Segments of the server with this boot id that are still there."""
+    """Return the segments that are left of the server with this boot id."""
 
     def left(boot_id: str) -> list[str]:
         return [path.name for path in Path("/dev/shm").iterdir() if boot_id in path.name]
@@ -101,9 +101,9 @@ def test_the_demo_learns(demo, traces) -> None:
 
 
 def test_with_advantages_shuffled_nothing_is_learnt(demo, tmp_path: Path) -> None:
-    """The control: the same run, its rewards dealt out at random inside each batch.
+    """The control run has its rewards shuffled inside each batch.
 
-    It differs from the run above in this one flag, its seed included.
+    It differs from the run above in this flag only; the seed is the same.
     """
     run_dir = tmp_path / "control"
     flags = ("--training-steps", "40", "--seed", "1", "--shuffle-advantages", "--env.eval_at_end", "false")

@@ -28,11 +28,11 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, WINDOW = 20, 3
 LONGEST_ANSWER = 8
-"""Tokens: longer answers of a tiny model wander to where neither model was trained."""
+"""Maximum tokens of an answer: longer ones of a tiny model reach text on which neither model was trained."""
 ASKED = "{question}\n"
-"""Not the chat that both models were trained on: there they agree already."""
+"""A prompt other than the chat that both models were trained on, where they agree already."""
 LARGEST_REST = 0.5
-"""Of the first step's divergence; 0.29 was seen."""
+"""Largest share of the first step's divergence that may be left; 0.29 was seen."""
 
 
 def test_a_student_comes_half_as_far_from_its_teacher_in_one_command(

@@ -1,4 +1,4 @@
-"""Whole runs in the modes that replace their server, under clients that know nothing of it: not one request fails.
+"""Whole runs in the modes that replace their server: no request of clients that are unaware of it fails.
 
 Every step replaces the server, with the launcher, broker, trainer and environment of a run at work beside the clients.
 `ATROPOS_HANDOVER_STEPS=40 pytest tests/e2e/test_handover_runs.py` takes half an hour;
@@ -28,7 +28,7 @@ FLAGS = (
 START_SECONDS = 600.0
 STEP_SECONDS = 120.0
 MORE_STEPS = 3
-"""After those that count, so that the run does not end under the clients."""
+"""Further steps after the counted ones, so that the run does not end under the clients."""
 
 pytestmark = [
     pytest.mark.e2e,
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def requests_for(model):
-    """In turn tokens and text, short and longer, in a stream and at once."""
+    """Return requests of tokens and of text, short and longer, streamed and whole."""
 
     def request(number, turn):
         length = 8 + (5 * number + 7 * turn) % 56

@@ -1,4 +1,4 @@
-"""The launcher from outside: it trains to the end, and if any part is killed, everything ends and nothing is left.
+"""The launcher as a program: it trains to the end; if any part is killed, everything ends and nothing is left.
 
 The programs are stand-ins, so that each test takes seconds; `test_demo.py` has the real ones.
 """
@@ -46,8 +46,10 @@ def test_a_run_trains_evaluates_sums_up_and_leaves_nothing(standins, traces) -> 
 
 
 @pytest.mark.parametrize("role", ["broker", "serve", "trainer"])
-def test_kill_9_of_any_child_but_a_server_ends_everything_and_names_it(standins, traces, role: str) -> None:
-    launched = standins("--training-steps", "400")
+def test_kill_9_of_any_child_without_restarts_ends_everything_and_names_it_and_how_to_go_on(
+    standins, traces, role: str
+) -> None:
+    launched = standins("--training-steps", "400", "--max-restarts", "0")
     launched.wait_for_steps(3)
     tree = launched.tree()
     launched.child("standins.py", role).kill()
@@ -56,7 +58,28 @@ def test_kill_9_of_any_child_but_a_server_ends_everything_and_names_it(standins,
     assert code == 1
     assert launched.ended_at - killed_at < LIMIT_SECONDS
     assert f"{'environment' if role == 'serve' else role} was killed by SIGKILL" in error
+    assert "--max-restarts is 0" in error
+    assert f"--run-dir {launched.run_dir} --resume auto" in error
     assert traces(launched, tree) == []
+
+
+def test_every_program_that_is_killed_is_started_again_and_the_run_ends_with_all_its_steps(standins, traces) -> None:
+    launched = standins("--training-steps", "200")
+    launched.wait_for_steps(20)
+    tree = set(launched.tree())
+    for role in ("broker", "serve", "trainer", "trainer"):
+        launched.child("standins.py", role).kill()
+        steps = launched.steps()
+        assert wait_until(lambda steps=steps: launched.steps() > steps + 10, RESTART_SECONDS)
+        tree |= set(launched.tree())
+    code, out, error = launched.end()
+    assert (code, error) == (0, "")
+    for line in ("broker was killed", "environment was killed", "trainer was killed by SIGKILL", "restart 2 of 5"):
+        assert line in out, line
+    rows = [json.loads(line) for line in (launched.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 201))
+    assert "step 200/200" in out
+    assert traces(launched, list(tree)) == []
 
 
 def test_a_server_that_is_killed_or_loses_its_engine_is_started_again_and_the_run_goes_on(standins, traces) -> None:
@@ -76,14 +99,14 @@ def test_a_server_that_is_killed_or_loses_its_engine_is_started_again_and_the_ru
     code, out, error = launched.end()
     assert (code, error) == (0, "")
     assert f"vllm lost its process pid {worker}" in out
-    assert "restart 1 of 3" in out
+    assert "restart 1 of 5 within 600 s" in out
     assert "vllm was killed by SIGKILL" in out
-    assert "restart 2 of 3" in out
+    assert "restart 2 of 5 within 600 s" in out
     assert traces(launched, list(tree)) == []
 
 
 def test_a_server_that_is_killed_too_often_ends_the_run_and_says_how_often(standins, traces) -> None:
-    launched = standins("--training-steps", "4000")
+    launched = standins("--training-steps", "4000", "--max-restarts", "3")
     launched.wait_for_steps(20)
     pid_path = launched.run_dir / "bridge/worker.pid"
     for _ in range(3):
@@ -96,7 +119,7 @@ def test_a_server_that_is_killed_too_often_ends_the_run_and_says_how_often(stand
     code, _, error = launched.end()
     assert code == 1
     assert "vllm was killed by SIGKILL after " in error
-    assert ", restarts: 3;" in error
+    assert ", restarts: 3 (it has failed 4 times within 600 s, and --max-restarts is 3)" in error
     assert traces(launched, tree) == []
 
 
@@ -122,7 +145,7 @@ def test_a_signal_ends_everything_with_its_own_exit_code(standins, traces, numbe
 
 
 def test_a_child_that_will_not_stop_is_stopped(standins, traces) -> None:
-    launched = standins("--training-steps", "400", STANDIN_VLLM="stubborn")
+    launched = standins("--training-steps", "400", "--max-restarts", "0", STANDIN_VLLM="stubborn")
     launched.wait_for_steps(3)
     tree = launched.tree()
     launched.child("standins.py", "trainer").kill()
@@ -146,7 +169,7 @@ def test_of_several_servers_one_that_dies_is_started_again_and_the_run_goes_on(s
     code, out, error = launched.end()
     assert (code, error) == (0, "")
     assert "vllm-2 was killed by SIGKILL" in out
-    assert "restart 1 of 3" in out
+    assert "restart 1 of 5 within 600 s" in out
     assert traces(launched, tree) == []
 
 
@@ -171,10 +194,10 @@ def test_a_teacher_s_server_starts_and_ends_with_the_run_and_is_started_again(st
 
 
 def test_a_decoy_with_the_same_name_survives(standins, traces) -> None:
-    """Nothing is ended by name, port or user: only what descends from the launcher."""
+    """The launcher ends its descendants only, nothing by name, port or user."""
     decoy = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)  # standins.py vllm trainer"])
     try:
-        launched = standins("--training-steps", "400")
+        launched = standins("--training-steps", "400", "--max-restarts", "0")
         launched.wait_for_steps(3)
         launched.child("standins.py", "trainer").kill()
         launched.end()
@@ -189,6 +212,7 @@ def test_a_crash_shows_the_last_lines_of_the_program(standins) -> None:
     assert code == 1
     assert "trainer exited with code 1" in error
     assert "the trainer has had enough" in error
+    assert "the same error 3 times in a row" in error
 
 
 def test_a_refusal_of_a_program_is_one_line_and_exit_code_2(standins) -> None:
@@ -198,7 +222,7 @@ def test_a_refusal_of_a_program_is_one_line_and_exit_code_2(standins) -> None:
 
 
 def test_with_a_broker_elsewhere_only_server_and_trainer_are_started_and_ended(standins, tmp_path: Path) -> None:
-    """The published form: `--model-name M --atropos-url URL --training-steps N`, broker and environments by hand."""
+    """The command is `--model-name M --atropos-url URL --training-steps N`; broker and environments run by hand."""
     port, server_port = free_port(), free_port()
     settings = tmp_path / "api.yaml"
     settings.write_text(f"api: {{port: {port}}}")
@@ -232,7 +256,7 @@ def test_a_second_attempt_keeps_the_logs_of_the_first(standins, tmp_path: Path) 
 
 
 def test_watching_a_run_costs_little(standins) -> None:
-    """CPU time of the launcher alone, over seconds of training."""
+    """The CPU time of the launcher alone is measured over seconds of training."""
     launched = standins("--training-steps", "400")
     launched.wait_for_steps(3)
     process = psutil.Process(launched.process.pid)

@@ -1,4 +1,4 @@
-"""A JSON Lines file and a short function are enough: one command makes the reward rise, no class is written."""
+"""With a JSON Lines file and a short function, without a class, one command makes the reward rise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def right(completions, result, **columns):
     return [float(bool(one) and int(one[1]) == wanted) for one, wanted in zip(found, result)]
 """
 LEAST_RISE = 0.2
-"""Of the mean reward over a window; 0.37 was seen after 12 steps."""
+"""Smallest rise of the mean reward over a window; 0.37 was seen after 12 steps."""
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

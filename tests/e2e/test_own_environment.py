@@ -1,4 +1,4 @@
-"""The page on writing an environment, done as it says: its code saved, its commands run; the control stays flat."""
+"""The page on writing an environment works as written: its code trains by its commands, its control does not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 @pytest.fixture
 def reward_of_run(start_launcher, tmp_path: Path) -> Callable[..., list[float]]:
-    """The mean reward of each step when the page's environment is trained with the page's command."""
+    """Return the mean reward of each step when the page's environment is trained by the page's command."""
     text = PAGE.read_text()
     code = re.search(r"as `(\S+\.py)`.*?```python\n(.*?)```", text, re.DOTALL)
     command = re.search(r"^\| Train .*? \| `atropos-grpo-run (.*?)` \|$", text, re.MULTILINE)
@@ -60,7 +60,7 @@ def test_the_environment_of_the_page_is_learnt(reward_of_run) -> None:
 
 @LONG
 def test_with_advantages_shuffled_as_the_page_says_it_is_not(reward_of_run) -> None:
-    """The same run but for one flag: whatever else might raise the curve would raise it here."""
+    """The run differs in one flag only, so any other cause of a rise would show here."""
     flags = re.search(r"^\| .*? \| the same with `(.*?)`: the curve must stay flat \|$", PAGE.read_text(), re.MULTILINE)
     assert flags is not None
     rewards = reward_of_run(*shlex.split(flags[1]))

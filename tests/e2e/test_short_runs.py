@@ -24,16 +24,16 @@ FLAGS = (
     *("--vllm-restart-interval", "5", "--env.eval_at_start", "false", "--env.eval_at_end", "false"),
 )
 BYTES_A_RUN = 4 << 30
-"""Server, trainer, environment and broker of one run together: 3.1 GiB were seen."""
+"""Memory of one run's server, trainer, environment and broker; 3.1 GiB were seen."""
 LEAST_RISE = 0.2
-"""Of the mean reward over a window; rises of 0.33 to 0.53 were seen, and the control of the demo falls."""
+"""Smallest rise of the mean reward over a window; 0.33 to 0.53 were seen, and the demo's control falls."""
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
 def runs(start_launcher: Callable[..., Launched], tmp_path: Path) -> dict[str, Launched]:
-    """A run in each mode that has come to its end, several at a time where there is memory for them."""
+    """A finished run of each mode; several run at a time if there is memory for them."""
     at_once = max(1, psutil.virtual_memory().available // BYTES_A_RUN)
     launched: dict[str, Launched] = {}
     for mode in MODES:

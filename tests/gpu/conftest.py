@@ -1,6 +1,6 @@
-"""Checks that need an NVIDIA GPU and nothing but torch; skipped, with the reason, where there is none.
+"""Checks that need an NVIDIA GPU and only torch; without one they are skipped, with the reason.
 
-What they measure ends up in one table at the end.
+Each records the values of claims that the documentation makes (`claims.py`) by the fixture `record_claim`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import time
 import pytest
 import torch
 
-_ROWS = pytest.StashKey()
+from tests.gpu.recording import pytest_runtest_logreport, pytest_terminal_summary, record_claim, report
+
+__all__ = ["pytest_runtest_logreport", "pytest_terminal_summary", "record_claim", "report"]
 
 
 def pytest_collection_modifyitems(config, items):
@@ -23,18 +25,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
-def report(request):
-    """Adds a row to the table: what was looked at, what was found, and what has to hold."""
-
-    def add(what, found, wanted="-"):
-        request.config.stash.setdefault(_ROWS, []).append((what, found, wanted))
-
-    return add
-
-
-@pytest.fixture
 def seconds_of():
-    """Measures what an action takes on the GPU: the median of five, after one to warm up."""
+    """Measures the GPU time of an action: the median of five runs, after one to warm up."""
 
     def measure(action):
         times = []
@@ -47,21 +39,3 @@ def seconds_of():
         return statistics.median(times[1:])
 
     return measure
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    rows = config.stash.get(_ROWS, [])
-    if not rows:
-        return
-    terminalreporter.section(f"one {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for line in as_table([("what", "found", "must hold"), *rows]):
-        terminalreporter.write_line(line)
-
-
-def as_table(rows):
-    """Markdown, so that it can go into the docs as it is."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]

@@ -23,7 +23,7 @@ from example_trainer.processes.cleanup import SHARED_MEMORY, mapped_files
 from example_trainer.weight_protocol.manifest import BridgeManifest, load_manifest
 from example_trainer.weight_protocol.shm_header import SegmentHeader
 
-from . import publishing
+from . import executors, publishing
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VOCABULARY = 300
@@ -34,14 +34,34 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}{{ message['c
 
 @pytest.fixture(scope="session")
 def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random two-layer Qwen2 in fp32 with a byte-level tokenizer, made here."""
+    """A random two-layer Qwen2 in fp32 with a byte-level tokenizer."""
     directory = tmp_path_factory.mktemp("models") / "tiny-qwen2"
     make_tiny_qwen2(directory)
     return directory
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """With ATROPOS_EXECUTORS=all, run the tests of the servers and of the weights with each way to run the engine."""
+    folder = metafunc.definition.path.parent.name
+    has_own = metafunc.definition.path.name in {"test_executors.py", "test_tensor_parallel.py"}
+    if executors.LONG and folder in {"serving", "weights"} and "executor" in metafunc.fixturenames and not has_own:
+        metafunc.parametrize("executor", list(executors.EXECUTORS), indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-def start_server(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., VllmServer]]:
+def executor(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The way to run the engine, for all servers started from now on; vLLM's own for a CPU by default."""
+    name = getattr(request, "param", executors.DEFAULT)
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in executors.environment(name).items():
+            patch.setenv(variable, value)
+        yield name
+
+
+@pytest.fixture(scope="session")
+def start_server(
+    executor: str, tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., VllmServer]]:
     """Starts servers that are stopped with the session."""
     servers: list[VllmServer] = []
 
@@ -80,7 +100,7 @@ def plain_server(start_server: Callable[..., VllmServer]) -> VllmServer:
 
 @dataclass
 class VllmServer:
-    """A running server, and a trainer's side of it reduced to writing into its tensors."""
+    """A running server, and a trainer's side that only writes into its tensors."""
 
     process: subprocess.Popen[bytes]
     url: str
@@ -151,10 +171,13 @@ class VllmServer:
         return self.get("/bridge/info")
 
     def debug(self) -> dict[str, Any]:
-        token = self.manifest.bridge_token if self.manifest_path.exists() else ""
-        answer = self.client.get("/bridge/debug", headers={"Authorization": f"Bearer {token}"} if token else {})
+        return self.get("/bridge/debug")
+
+    def checksum(self) -> str:
+        headers = {"Authorization": f"Bearer {self.manifest.bridge_token}"}
+        answer = self.client.get("/bridge/debug?checksum=true", headers=headers)
         assert answer.status_code == 200, answer.text
-        return answer.json()
+        return answer.json()["checksum"]
 
     def get(self, path: str) -> dict[str, Any]:
         answer = self.client.get(path)
@@ -261,7 +284,7 @@ def free_port() -> int:
 
 
 def plain_environment() -> dict[str, str]:
-    """This process's environment without what turns sharing on or sends files elsewhere."""
+    """Return this process's environment without variables that turn sharing on or redirect files."""
     dropped = {"VLLM_ENABLE_SHARED_WEIGHTS", "NUM_INFERENCE_NODES", "LOGDIR", "ATROPOS_BRIDGE_TOKEN"}
     return {name: value for name, value in os.environ.items() if name not in dropped}
 
@@ -325,7 +348,7 @@ def errors_of(reference: Reference) -> Callable[..., list[float]]:
 
 
 class Reference:
-    """The same model in Hugging Face's implementation: what a version's logprobs ought to be."""
+    """The same model in Hugging Face's implementation, which gives the right logprobs of each version."""
 
     def __init__(self, directory: Path) -> None:
         import torch
@@ -335,7 +358,7 @@ class Reference:
         self.base = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
 
     def variant(self, number: int) -> dict[str, Any]:
-        """Weights clearly different from those of every other number; 0 is the checkpoint's own."""
+        """Return weights clearly different from those of every other number; 0 is the checkpoint's own."""
         import torch
 
         if number == 0:
@@ -346,7 +369,7 @@ class Reference:
         }
 
     def logprobs(self, weights: dict[str, Any], prompt: list[int], output: list[int]) -> list[float]:
-        """Of each output token, given everything before it, under these weights."""
+        """Return the logprob of each output token, given everything before it, under these weights."""
         import torch
 
         self.model.load_state_dict(weights)

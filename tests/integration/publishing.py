@@ -1,4 +1,4 @@
-"""Publishing into decoding servers, whichever way the weights travel, and the judgement of each token."""
+"""Publishes into decoding servers, in any mode, and checks each token."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 PUBLISHES = int(os.environ.get("ATROPOS_PUBLISHES", "3"))
-"""In each cell of the matrices; a hundred are the long form."""
+"""Publishes in each cell of the matrices; the long form has a hundred."""
 
 
 def publish_under(server, publish, load, *others):
-    """Publish again and again into servers with one kind of load; the replies and the publishes' answers.
+    """Publish again and again into servers with one kind of load; return the replies and the publishes' answers.
 
     idle: one request after each publish. decoding: 64 requests are always running. long shared prompts: twelve, whose
     prompts have two blocks of the prefix cache in common.
@@ -59,7 +59,7 @@ def wait_until(condition, limit_seconds=30.0):
 
 
 def errors_of(reference, weights_by_version, reply):
-    """|logprob said - logprob under the stamped version| of each token of one reply."""
+    """Return |logprob given - logprob under the stamped version| of each token of one reply."""
     output, said, prompt = reply["token_ids"][0], reply["logprobs"][0], reply["prompt_token_ids"]
     found = []
     for start, end, version in reply["policy_versions"][0]:

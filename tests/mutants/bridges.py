@@ -1,4 +1,4 @@
-"""One-line faults of the weight bridges: what is written where, what a server is believed, what is left behind."""
+"""One-line faults of the weight bridges: writes, checks of the server's answers, and what is left behind."""
 
 from __future__ import annotations
 
@@ -12,29 +12,15 @@ _TOKEN = "example_trainer/weight_protocol/manifest.py"
 _VERSIONS = "example_trainer/weight_protocol/shm_header.py"
 _SEGMENT = "example_trainer/weight_protocol/segment.py"
 _MAP = "example_trainer/weights/tensor_map.py"
-_HOTSWAP = "example_trainer/weights/lora_only.py"
-_SWAPPABLE = "example_trainer/weights/adapter_target.py"
-_PAYLOAD = "example_trainer/weight_protocol/transfer.py"
-_FOREIGN = "example_trainer/weights/adapter_target.py"
-_RESTART = "example_trainer/weights/restart.py"
-_BROADCAST = "example_trainer/weights/broadcast.py"
-_SERVED = "example_trainer/weights/served_model.py"
-_BUDGET = "example_trainer/weights/publish_loop.py"
-
+_PUBLISH_LOOP = "example_trainer/weights/publish_loop.py"
 _PUBLISHED = "unit/weights/test_shared_vllm.py::test_"
 _IN_PLACE = "unit/weights/test_served_masters.py::test_"
 _ATTACHED = "unit/weights/test_attachment.py::test_"
 _PROVEN = "unit/weights/test_logprob_parity.py::test_"
-_FOUND = "unit/serving/test_manifest.py::test_"
-_PRIVATE = "unit/weights/test_bridge_token.py::test_"
-_FILES = "unit/serving/test_shm_header.py::test_"
+_FOUND = "unit/weight_protocol/test_manifest.py::test_"
+_PRIVATE = "unit/weight_protocol/test_bridge_token.py::test_"
+_FILES = "unit/weight_protocol/test_shm_header.py::test_"
 _MAPPED = "unit/weights/test_tensor_map.py::test_"
-_SWAPPED = "unit/weights/test_lora_only.py::test_"
-_SENT = "unit/weights/test_adapter_payload.py::test_"
-_STOCK = "unit/weights/test_adapter_target.py::test_"
-_RESTARTED = "unit/weights/test_restart.py::test_"
-_ALL = "unit/weights/test_broadcast.py::test_"
-_QUANTISED = "unit/weights/test_quantised_base.py::test_"
 _SPACED = "unit/weights/test_publish_loop.py::test_"
 
 BRIDGES: tuple[Mutant, ...] = (
@@ -99,7 +85,7 @@ BRIDGES: tuple[Mutant, ...] = (
     Mutant(
         "a restarted server's own memory is not written",
         _SHARED,
-        "        attachment.bind(self._policy, forwards_from_masters=self._options.forwards_from_masters)\n"
+        "        attachment.bind(self._policy, forwards_from_masters=self._config.forwards_from_masters)\n"
         "        self._attached",
         "        self._attached",
         f"{_PUBLISHED}r27_a_restarted_server_gets_the_current_masters_before_anything_else",
@@ -127,7 +113,7 @@ BRIDGES: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a lease is not kept while a long copy runs",
-        "example_trainer/weights/shared_vllm.py",
+        _PUBLISH_LOOP,
         "        self._lease.enter_context(client.lease(self.publish_id, lease_seconds))\n",
         "",
         f"{_PUBLISHED}the_lease_is_renewed_while_a_long_copy_runs",
@@ -201,7 +187,7 @@ BRIDGES: tuple[Mutant, ...] = (
         _ATTACHMENT,
         "    if frozen:\n",
         "    if False:\n",
-        f"{_PUBLISHED}other_weights_at_the_server_are_replaced_with_a_warning",
+        f"{_ATTACHED}other_weights_at_the_server_are_replaced_with_a_warning",
     ),
     Mutant(
         "starts of a server are told apart by a part of their id",
@@ -215,7 +201,7 @@ BRIDGES: tuple[Mutant, ...] = (
         _ATTACHMENT,
         "    if info.lora:\n",
         "    if False:\n",
-        f"{_PUBLISHED}what_a_server_cannot_share_is_refused_at_start",
+        f"{_ATTACHED}what_a_server_cannot_share_is_refused_at_start",
     ),
     # Files: whose they are, and who removes them
     Mutant(
@@ -327,8 +313,8 @@ BRIDGES: tuple[Mutant, ...] = (
     Mutant(
         "two tensors in one place",
         _MAP,
-        "if (twin := owners.setdefault(place, name)) != name:",
-        "if not (twin := owners.setdefault(place, name)):",
+        "if (twin := owners.setdefault(region, name)) != name:",
+        "if not (twin := owners.setdefault(region, name)):",
         f"{_MAPPED}tensors_that_only_the_server_ties_are_refused",
     ),
     Mutant(
@@ -338,176 +324,26 @@ BRIDGES: tuple[Mutant, ...] = (
         "            if False:\n",
         f"{_MAPPED}ties_are_judged_by_memory_and_not_by_config",
     ),
-    # Adapters that are sent
-    Mutant(
-        "an adapter that arrived otherwise is served",
-        _SWAPPABLE,
-        'if answer["digest"] != payload.digest():',
-        "if False:",
-        f"{_SWAPPED}an_adapter_that_arrived_with_another_checksum_is_refused",
-    ),
-    Mutant(
-        "tensors that vLLM did not take over pass",
-        _SWAPPABLE,
-        ' or answer["misplaced"]:',
-        ":",
-        f"{_SWAPPED}a_server_that_computes_with_other_tensors_is_found",
-    ),
-    Mutant(
-        "the good version goes in place of the bad one",
-        _SWAPPABLE,
-        "self._client.unload_adapter(adapter_name(bad_version))",
-        "self._client.unload_adapter(adapter_name(good_version))",
-        f"{_SWAPPED}a_bad_version_goes_only_once_a_good_one_is_served_again",
-    ),
-    Mutant(
-        "a server of adapters that has started anew is not missed",
-        _HOTSWAP,
-        "return now.boot_id != self._boot_id or",
-        "return not now.boot_id.startswith(self._boot_id or '') or",
-        f"{_SWAPPED}a_server_that_has_started_anew_or_serves_nothing_is_published_to",
-    ),
-    Mutant(
-        "a checksum of the tensors alone",
-        _PAYLOAD,
-        "json.dumps([self.config, self.layout], sort_keys=True)",
-        "json.dumps([self.layout], sort_keys=True)",
-        f"{_SENT}the_checksum_is_that_of_the_content",
-    ),
-    Mutant(
-        "a checksum of the names alone",
-        _PAYLOAD,
-        "        total.update(memoryview(self.body)[self.data_start :])\n",
-        "",
-        f"{_SENT}the_checksum_is_that_of_the_content",
-    ),
-    Mutant(
-        "a stock server loses a version that rollouts still ask for",
-        _FOREIGN,
-        "while len(self._versions) > self._keep:",
-        "while len(self._versions) >= self._keep:",
-        f"{_STOCK}a_stock_server_whose_answer_is_lost_has_the_adapter_once_and_forgets_old_ones",
-    ),
-    Mutant(
-        "clients ask a server for names that it does not tell apart",
-        _FOREIGN,
-        "                self._by_name = False\n",
-        "",
-        f"{_STOCK}r23_only_where_adapters_are_told_apart_by_name_clients_are_given_one",
-    ),
-    # Weights by files, and by a group
-    Mutant(
-        "the weights that are served are removed",
-        _RESTART,
-        "            if path != kept:\n",
-        "            if path.is_dir():\n",
-        f"{_RESTARTED}of_the_weights_on_disk_those_that_are_served_stay",
-    ),
-    Mutant(
-        "the disk fills with what was never served",
-        _RESTART,
-        '(*served.glob("policy-v*"), *served.glob(".policy-v*.part"))',
-        'served.glob("policy-v*")',
-        f"{_RESTARTED}of_the_weights_on_disk_those_that_are_served_stay",
-    ),
-    Mutant(
-        "a reload without an answer counts",
-        _RESTART,
-        "if (info := client.info()).policy_version != version:",
-        "if (info := client.info()).policy_version is None:",
-        f"{_RESTARTED}a_reload_whose_answer_is_lost_counts_if_the_server_serves_that_version",
-    ),
-    Mutant(
-        "other bytes than were sent are loaded",
-        _BROADCAST,
-        "if found != digest]",
-        "if not digest.startswith(found)]",
-        f"{_ALL}a_server_at_which_other_bytes_have_arrived_is_named",
-    ),
-    Mutant(
-        "some servers keep the version that others could not load",
-        _BROADCAST,
-        "                self._call_each(members, lambda each: _abort_publish(each.client, ids[each]))\n",
-        "",
-        f"{_ALL}all_go_on_under_the_new_version_or_all_are_taken_back",
-    ),
-    Mutant(
-        "a newer version is overwritten",
-        _BROADCAST,
-        "if served is not None and served > version:",
-        "if served is None:",
-        f"{_ALL}who_serves_an_older_version_or_torn_weights_is_behind_and_a_newer_one_is_not_overwritten",
-    ),
-    Mutant(
-        "a server with torn weights is up to date",
-        _BROADCAST,
-        "if each.info.policy_version != version or each.info.torn]",
-        "if each.info.policy_version != version]",
-        f"{_ALL}who_serves_an_older_version_or_torn_weights_is_behind_and_a_newer_one_is_not_overwritten",
-    ),
     # How often
     Mutant(
         "staleness grows beyond its bound",
-        _BUDGET,
+        _PUBLISH_LOOP,
         "steps_since_publish >= max(1, self._most_steps)",
         "steps_since_publish > max(1, self._most_steps)",
         f"{_SPACED}the_staleness_bound_outranks_the_budget",
     ),
     Mutant(
         "a costly publish is never forgotten",
-        _BUDGET,
+        _PUBLISH_LOOP,
         "self._publishes[0][0] < oldest",
         "self._publishes[0][0] > oldest",
         f"{_SPACED}recomputing_more_than_the_share_waits_until_the_window_has_passed",
     ),
     Mutant(
         "a sync is never proven again",
-        _BUDGET,
+        _PUBLISH_LOOP,
         "if self.every == 0 or self._since < self.every:",
         "if self.every == 0 or self._since <= self.every:",
-        f"{_SWAPPED}every_nth_sync_is_proven",
-    ),
-    # A base in 4 bits: who serves its values
-    Mutant(
-        "lora_only serves the unquantised model",
-        _HOTSWAP,
-        "        manager = VllmManager(vllm)\n        try:\n            manager.start(self.base.model,",
-        "        manager = VllmManager(vllm)\n        try:\n            manager.start(self._options.policy.model_name,",
-        f"{_QUANTISED}lora_only_starts_its_server_on_the_values_of_the_base",
-    ),
-    Mutant(
-        "lora_only comes back with the unquantised model",
-        _HOTSWAP,
-        "        manager.stop()\n        manager.start(self.base.model,",
-        "        manager.stop()\n        manager.start(self._options.policy.model_name,",
-        f"{_QUANTISED}lora_only_starts_its_server_on_the_values_of_the_base",
-    ),
-    Mutant(
-        "lora_restart serves the unquantised model",
-        _RESTART,
-        "            model = self._base.model\n",
-        "            model = self._options.policy.model_name\n",
-        f"{_QUANTISED}lora_restart_starts_each_server_on_the_values_of_the_base",
-    ),
-    Mutant(
-        "any server counts as one of the quantised base",
-        _SERVED,
-        "if self.digest is None or server_digest == self.digest:",
-        "if self.digest is None or server_digest is None:",
-        f"{_QUANTISED}a_server_of_somebody_else_is_used_if_it_has_the_base_and_refused_in_one_line_if_not",
-    ),
-    Mutant(
-        "an older base counts as this one",
-        _SERVED,
-        "if written is None or written.digest != digest:",
-        "if written is None:",
-        f"{_QUANTISED}a_base_of_other_values_or_without_a_record_is_written_anew",
-    ),
-    Mutant(
-        "the server is restarted one step late",
-        _RESTART,
-        "steps_since_publish >= self._options.restart_interval",
-        "steps_since_publish > self._options.restart_interval",
-        "unit/weights/test_factory.py::test_mode_none_starts_its_own_server_in_the_run_directory",
+        f"{_SPACED}every_nth_sync_is_proven",
     ),
 )

@@ -15,9 +15,8 @@ _PACING = "atropos_api/broker/pacing.py"
 _QUEUE = "atropos_api/broker/queue.py"
 _DOOR = "atropos_api/http/auth.py"
 
-_LIMITS = "unit/broker/rules/test_limits.py::test_"
-_MINIMA = "unit/broker/rules/test_minima.py::test_"
-_SUCCESSIONS = "unit/broker/rules/test_run_succession.py::test_"
+_LIMITS = "unit/broker/test_limits.py::test_"
+_MINIMA = "unit/broker/test_minima.py::test_"
 _AGAIN = "unit/broker/test_v0_repeats.py::test_"
 _V1 = "integration/broker/test_v1.py::test_"
 _HELD = "integration/broker/test_policy_holds.py::test_"
@@ -84,7 +83,7 @@ BROKER: tuple[Mutant, ...] = (
     Mutant(
         "a repeat is recognised without end",
         _REPEATS,
-        "                self._take_one(print_)\n                self._recognised",
+        "                self._take_one(fingerprint)\n                self._recognised",
         "                self._recognised",
         f"{_AGAIN}equal_groups_of_one_submission_are_each_known_again",
     ),
@@ -93,7 +92,7 @@ BROKER: tuple[Mutant, ...] = (
         "atropos_api/broker/recovery.py",
         "keys.withdraw(cut_short)",
         "pass",
-        "unit/broker/test_damage.py::test_a_submission_cut_short_by_the_power_is_as_if_it_never_was",
+        "unit/store/test_damage.py::test_a_submission_cut_short_by_the_power_is_as_if_it_never_was",
     ),
     # Batches
     Mutant(
@@ -176,7 +175,7 @@ BROKER: tuple[Mutant, ...] = (
     Mutant(
         "a minimum is waited for without end",
         _BATCHES,
-        "if now - self._blocked_since < state.settings.min_allocation_wait_seconds:",
+        "if now - self._blocked_since < state.settings.min_allocation_wait:",
         "if True:",
         f"{_MINIMA}a_minimum_is_waived_for_one_batch_after_the_wait",
     ),
@@ -221,14 +220,14 @@ BROKER: tuple[Mutant, ...] = (
         _SUCCESSION,
         "if not (same or request.take_over):",
         "if False:",
-        "integration/broker/every_store/test_who_holds_the_run.py::test_v1_refuses_another_name_over_a_live_run_unless_it_takes_over",
+        "integration/broker/every_store/test_run_ownership.py::test_v1_refuses_another_name_over_a_live_run_unless_it_takes_over",
     ),
     Mutant(
         "a trainer that trains for long has gone",
         _LIVENESS,
         "return max(AT_WORK_SECONDS, LONGEST_INTERVALS * run.longest_silence_seconds)",
         "return AT_WORK_SECONDS",
-        "integration/broker/every_store/test_who_holds_the_run.py::test_a_trainer_that_trains_for_long_is_at_work_for_three_times_as_long",
+        "integration/broker/every_store/test_run_ownership.py::test_a_trainer_that_trains_for_long_is_at_work_for_three_times_as_long",
     ),
     Mutant(
         "a policy of the checkpoint itself is given up",
@@ -249,7 +248,7 @@ BROKER: tuple[Mutant, ...] = (
         _SUCCESSION,
         "if total <= state.settings.max_left_over_bytes:",
         "if True:",
-        "unit/broker/test_disk.py::test_left_over_groups_go_when_they_take_too_much",
+        "unit/store/test_disk.py::test_left_over_groups_go_when_they_take_too_much",
     ),
     # Holds and pacing
     Mutant(
@@ -257,14 +256,14 @@ BROKER: tuple[Mutant, ...] = (
         _HOLDS,
         "secrets.compare_digest(row.hold_id.encode(), hold_id.encode())",
         "row.hold_id.startswith(hold_id)",
-        "unit/broker/rules/test_policy_holds.py::test_a_hold_is_released_and_renewed_by_its_whole_id_alone",
+        "unit/broker/test_policy_holds.py::test_a_hold_is_released_and_renewed_by_its_whole_id_alone",
     ),
     Mutant(
         "a hold that ran out is renewed",
         _HOLDS,
         "for row in self.alive(run):\n            if",
         "for row in run.holds:\n            if",
-        "unit/broker/rules/test_policy_holds.py::test_a_hold_that_ran_out_is_not_renewed",
+        "unit/broker/test_policy_holds.py::test_a_hold_that_ran_out_is_not_renewed",
     ),
     Mutant(
         "every hold was heeded",

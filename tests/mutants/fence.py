@@ -1,4 +1,4 @@
-"""One-line faults of the inference server: mixtures of weights, wrong stamps, lapses, handovers, who may ask."""
+"""One-line faults of the inference server: mixtures of weights, wrong stamps, lapses, handovers, access."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .mutant import Mutant
 
 _FENCE = "example_trainer/serving/fence.py"
 _DOOR = "example_trainer/serving/fence.py"
-_HELD = "example_trainer/serving/vllm/engine_core.py"
+_ENGINE_CORE = "example_trainer/serving/vllm/engine_core.py"
 _HANDOVER = "example_trainer/serving/handover.py"
 _GUARD = "example_trainer/serving/auth.py"
 _FRONT = "example_trainer/serving/app.py"
@@ -14,8 +14,8 @@ _VERSIONS = "example_trainer/weight_protocol/shm_header.py"
 
 _STATES = "unit/serving/test_fence.py::test_"
 _LAPSES = "unit/serving/test_fence_lapses.py::test_"
-_FILES = "unit/serving/test_shm_header.py::test_"
-_OUTPUTS = "unit/serving/test_held_outputs.py::test_"
+_FILES = "unit/weight_protocol/test_shm_header.py::test_"
+_BUFFERED = "unit/serving/test_output_buffer.py::test_"
 _OVER = "unit/serving/test_handover.py::test_"
 _ASKED = "unit/serving/test_auth.py::test_"
 _OUTERMOST = "unit/serving/test_app.py::test_"
@@ -74,8 +74,8 @@ FENCE: tuple[Mutant, ...] = (
     Mutant(
         "new weights of the server's own may have the old version",
         _FENCE,
-        "        self._check_new(version)\n        publish.change",
-        "        publish.change",
+        "        self._check_new(version)\n        publish.update",
+        "        publish.update",
         f"{_STATES}a_version_that_is_not_new_changes_nothing",
     ),
     # Whose publish it is
@@ -203,8 +203,8 @@ FENCE: tuple[Mutant, ...] = (
     Mutant(
         "torn weights are put back",
         _FENCE,
-        "publish.change is not None and not publish.was_torn and await",
-        "publish.change is not None and await",
+        "publish.update is not None and not publish.was_torn and await",
+        "publish.update is not None and await",
         f"{_STATES}a_change_that_cannot_be_taken_back_is_refused_until_a_whole_publish",
     ),
     Mutant(
@@ -317,31 +317,31 @@ FENCE: tuple[Mutant, ...] = (
     # Outputs kept in the engine core
     Mutant(
         "tokens are sent twice",
-        _HELD,
-        "        self._held.clear()\n",
+        _ENGINE_CORE,
+        "        self._buffered.clear()\n",
         "",
-        f"{_OUTPUTS}taking_all_sends_what_is_kept_and_goes_on_afterwards",
+        f"{_BUFFERED}taking_all_sends_what_is_kept_and_goes_on_afterwards",
     ),
     Mutant(
         "tokens go to the first client",
-        _HELD,
-        "taken.setdefault(held.client_index, [])",
+        _ENGINE_CORE,
+        "taken.setdefault(buffered.client_index, [])",
         "taken.setdefault(0, [])",
-        f"{_OUTPUTS}taking_all_sends_what_is_kept_and_goes_on_afterwards",
+        f"{_BUFFERED}taking_all_sends_what_is_kept_and_goes_on_afterwards",
     ),
     Mutant(
         "tokens of an aborted request stay",
-        _HELD,
-        "self._held.pop(request_id, None)",
+        _ENGINE_CORE,
+        "self._buffered.pop(request_id, None)",
         "pass",
-        f"{_OUTPUTS}an_aborted_request_is_forgotten",
+        f"{_BUFFERED}an_aborted_request_is_forgotten",
     ),
     Mutant(
         "a token that was not told is certain",
-        _HELD,
+        _ENGINE_CORE,
         "constant_values=-np.inf)",
         "constant_values=0.0)",
-        f"{_OUTPUTS}a_row_with_too_few_alternatives_says_that_the_missing_ones_have_no_probability",
+        f"{_BUFFERED}a_row_with_too_few_alternatives_says_that_the_missing_ones_have_no_probability",
     ),
     # From one server to the next
     Mutant(
@@ -383,7 +383,7 @@ FENCE: tuple[Mutant, ...] = (
     Mutant(
         "a page may have all weights read",
         _GUARD,
-        "(method not in _SAFE_METHODS or path in _COSTLY_GETS)",
+        "(method not in SAFE_METHODS or path in _COSTLY_GETS)",
         "method not in _SAFE_METHODS",
         f"{_ASKED}r28_pages_of_other_sites_are_refused_where_they_cost_or_change_something",
     ),

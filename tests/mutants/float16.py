@@ -1,4 +1,4 @@
-"""One-line faults of float16: the scale of the loss, the steps that it leaves out, and the dtype on both sides."""
+"""One-line faults of float16: the loss scale, the steps that it skips, and the dtype on both sides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _TRAINING = "example_trainer/training.py"
 _STEP = "example_trainer/step/train_step.py"
 _PROOF = "example_trainer/weights/logprob_parity.py"
 _LOADING = "example_trainer/modeling/loading.py"
-_HOTSWAP = "example_trainer/weights/lora_only.py"
+_LORA_ONLY = "example_trainer/weights/lora_only.py"
 
 _TRAINED = "unit/trainer/test_float16.py::test_"
 _SERVED = "unit/weights/test_float16.py::test_"
@@ -87,15 +87,15 @@ FLOAT16: tuple[Mutant, ...] = (
     ),
     Mutant(
         "adapters sent to a server of another dtype",
-        _HOTSWAP,
-        "refuse_other_dtype(self._options.server_url, server.identify().dtype, policy)",
-        "server.identify()",
+        _LORA_ONLY,
+        "check_server(self._url, identity.dtype, identity.head_dtype, policy)",
+        "pass",
         f"{_SERVED}a_server_of_another_dtype_is_refused_with_the_flag_to_change",
     ),
     Mutant(
         "the adapter's server started in vLLM's own choice of dtype",
-        _HOTSWAP,
-        "replace(vllm, dtype=name_of(dtype))",
+        _LORA_ONLY,
+        "vllm.with_settings(dtype=name_of(dtype))",
         "vllm",
         f"{_SERVED}the_adapter_s_own_server_is_started_in_the_dtype_of_the_trainer_s_base",
     ),

@@ -1,9 +1,11 @@
-"""One-line faults of a launch: its secrets, directories, programs and what these leave, and of what a run keeps."""
+"""One-line faults of a launch: secrets, directories, programs and their remains, and the files that a run keeps."""
 
 from __future__ import annotations
 
 from .mutant import Mutant
 
+_RESTARTS = "example_trainer/launcher/restarts.py"
+_RESTARTED = "unit/launcher/test_restarts.py::test_"
 _SUPERVISOR = "example_trainer/launcher/supervisor.py"
 _TREE = "example_trainer/processes/tree.py"
 _LEFTOVERS = "example_trainer/processes/cleanup.py"
@@ -18,9 +20,11 @@ _REDACTED = "unit/common/test_redaction.py::test_"
 _TOKENS = "unit/common/test_token_file.py::test_"
 _WHOLE = "unit/common/test_whole_files.py::test_"
 _CHILDREN = f"{_TESTS}test_supervisor.py::test_"
-_SWEPT = f"{_TESTS}test_cleanup_and_ports.py::test_"
+_SWEPT = "unit/processes/test_cleanup_and_ports.py::test_"
 _KEPT = f"{_TESTS}test_run_dir_and_summary.py::test_"
 _SETTINGS = f"{_TESTS}test_run_file.py::test_"
+_WITHOUT_EFFECT = "example_trainer/options/without_effect.py"
+_MATRIX = "unit/trainer/test_modes_and_flags.py::test_"
 _CHECKPOINTED = "unit/trainer/test_checkpointing.py::test_"
 
 LAUNCHER: tuple[Mutant, ...] = (
@@ -141,16 +145,37 @@ LAUNCHER: tuple[Mutant, ...] = (
     Mutant(
         "a server that dies ends the run",
         "example_trainer/launcher/plan.py",
-        "environment=self._server_environment(index), restarts=SERVER_RESTARTS)",
-        "environment=self._server_environment(index))",
-        "unit/launcher/test_plan.py::test_every_inference_server_may_be_started_again_and_no_other_program",
+        "environment=environment, ends_by_itself=registered, may_restart=True)",
+        "environment=environment, ends_by_itself=registered)",
+        "unit/launcher/test_plan.py::test_every_program_may_be_started_again",
     ),
     Mutant(
-        "a server is started again without end",
-        _SUPERVISOR,
-        "restarts=child.spec.restarts - 1",
-        "restarts=child.spec.restarts",
-        f"{_CHILDREN}what_may_be_started_again_is_until_that_was_too_often",
+        "a program is started again without end",
+        _RESTARTS,
+        "if len(history.failed_at) > self._budget.restarts:",
+        "if False:",
+        f"{_RESTARTED}one_failure_more_than_the_budget_ends_the_run_and_says_so",
+    ),
+    Mutant(
+        "a program is started again although its settings do not work",
+        _RESTARTS,
+        "if child.name in never_ready and not killed:",
+        "if False:",
+        f"{_RESTARTED}a_program_that_exits_before_it_was_ever_ready_is_not_tried_again_but_a_killed_one_is",
+    ),
+    Mutant(
+        "old failures count for ever",
+        _RESTARTS,
+        "now - history.failed_at[0] > self._budget.window_seconds",
+        "False",
+        f"{_RESTARTED}failures_older_than_the_window_no_longer_count",
+    ),
+    Mutant(
+        "a trainer starts anew instead of continuing",
+        "example_trainer/launcher/launch.py",
+        'return replace(spec, command=(*first, RESUME_FLAG, "auto"))',
+        "return spec",
+        "unit/launcher/test_resuming.py::test_a_trainer_is_started_again_from_the_newest_checkpoint",
     ),
     Mutant(
         "who ignores the end outlives it",
@@ -253,6 +278,42 @@ LAUNCHER: tuple[Mutant, ...] = (
         "mode = default_mode",
         f"{_SETTINGS}a_mode_brings_what_differs_in_it_for_launcher_and_trainer_alike",
     ),
+    # Flags in each mode
+    Mutant(
+        "options of a server that nobody starts are ignored without a word",
+        _WITHOUT_EFFECT,
+        "    for field in SERVER_FIELDS:",
+        "    for field in ():",
+        f"{_MATRIX}each_flag_is_observed_refused_or_warned_about_in_each_mode[shared_vllm]",
+    ),
+    Mutant(
+        "a token for a server of the trainer's own is ignored without a word",
+        _WITHOUT_EFFECT,
+        'yield _Rule("bridge_token", outlives,',
+        'yield _Rule("bridge_token", True,',
+        f"{_MATRIX}each_flag_is_observed_refused_or_warned_about_in_each_mode[none]",
+    ),
+    Mutant(
+        "a manifest that nobody reads is ignored without a word",
+        _WITHOUT_EFFECT,
+        'yield _Rule("vllm_config_path", config.shares_memory,',
+        'yield _Rule("vllm_config_path", True,',
+        f"{_MATRIX}each_flag_is_observed_refused_or_warned_about_in_each_mode[none]",
+    ),
+    Mutant(
+        "a backend without a broadcast is ignored without a word",
+        _WITHOUT_EFFECT,
+        "yield _Rule(field, config.broadcasts,",
+        "yield _Rule(field, True,",
+        f"{_MATRIX}each_flag_is_observed_refused_or_warned_about_in_each_mode[none]",
+    ),
+    Mutant(
+        "a launched server sleeps in no mode",
+        "example_trainer/options/server.py",
+        '        settings["enable_sleep_mode"] = True',
+        "        pass",
+        f"{_MATRIX}under_the_launcher_each_flag_is_observed_refused_or_remarked_on_in_each_mode[lora_only]",
+    ),
     # What a run keeps
     Mutant(
         "a command's file is not forced to the disk",
@@ -270,8 +331,8 @@ LAUNCHER: tuple[Mutant, ...] = (
     ),
     Mutant(
         "checkpoints are not forced to the disk",
-        _CHECKPOINTS,
-        "        os.fsync(handle)",
+        "atropos_api/common/files.py",
+        "        os.fsync(descriptor)",
         "        pass",
         f"{_CHECKPOINTED}every_file_of_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_the_name_after",
     ),

@@ -1,7 +1,7 @@
 """Runs tests on one mutant after another: `python runner.py ROOT < jobs.json` gives a JSON line for each.
 
-ROOT holds a copy of the package and its tests. What is heavy and not ours is imported once, then each mutant is written
-into the copy, tried in a forked child, which imports the package anew, and undone. So a mutant costs its test alone.
+ROOT holds a copy of the package and its tests. Heavy packages of others are imported once; then each mutant is written
+into the copy, tried in a forked child, which imports our package, and undone. So a mutant costs only its test.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 TIMEOUT_SECONDS = 120.0
 HEALTHY_SECONDS = 1200.0
-"""For the tests of all mutants together, on the project as it is."""
+"""Seconds for the tests of all mutants together, on the unchanged project."""
 
 # Plugins are not looked for, which costs a second a mutant: these two are what tests use.
 PLUGINS = ("anyio.pytest_plugin", "pytest_timeout")
@@ -26,7 +26,7 @@ FLAGS += [word for plugin in PLUGINS for word in ("-p", plugin)]
 
 
 def warm_up() -> None:
-    """Import what tests need besides the packages under test, of which nothing may be here before its mutant is."""
+    """Import what tests need besides the packages under test, which only a mutant's child may import."""
     import blake3
     import fastapi
     import httpx
@@ -49,7 +49,7 @@ def warm_up() -> None:
 
 
 def try_in_child(nodes: list[str], log: Path, seconds: float) -> int:
-    """Exit code of pytest over `nodes` in a child; 124 when it did not end."""
+    """Return the exit code of pytest over `nodes` in a child; 124 if it did not end."""
     child = os.fork()
     if child == 0:
         _run_tests(nodes, log)
@@ -68,7 +68,7 @@ def _run_tests(nodes: list[str], log: Path) -> None:
     import pytest
 
     class LeaveAtTheEnd:
-        """Ends the child once the summary is printed: two of 116 were held up for ever by what pytest does after it."""
+        """Ends the child once the summary is printed: two of 116 hung in pytest's later work."""
 
         @pytest.hookimpl(wrapper=True, tryfirst=True)
         def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None]:

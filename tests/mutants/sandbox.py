@@ -1,6 +1,6 @@
-"""One-line faults of the sandbox: a limit, a wall or a check that is missing; and of the child that compares answers.
+"""One-line faults of the sandbox (a missing limit, wall or check) and of the child that compares answers.
 
-None takes the mount namespace away: what it sets up would then be set up on this machine.
+None removes the mount namespace: its mounts would then be made on this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GROUPS = "environments/sandbox/limits.py"
 _MATH = "environments/rewards/math_worker.py"
 
 _TESTS = "unit/environments/sandbox/"
-_TOOL = "unit/environments/test_python_tool.py::"
+_TOOL = "unit/environments/sandbox/test_python_tool.py::"
 _ESCAPES = f"{_TESTS}test_escapes.py::test_no_attempt_to_leave_the_sandbox_succeeds"
 _GREEDY = f"{_TESTS}test_bombs.py::test_what_takes_too_much_is_refused_it_or_ended"
 _OF_PROCESSES = f"{_TESTS}test_limits.py::test_every_process_has_its_limits"

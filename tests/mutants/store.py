@@ -1,19 +1,17 @@
-"""One-line faults of the stores: what a kill, a full disk or a loss of power would cost, and what would never go."""
+"""One-line faults of the stores: data that a kill, a full disk or a power loss would cost, or that is never freed."""
 
 from __future__ import annotations
 
 from .mutant import Mutant
 
 _SEGMENTS = "atropos_api/store/segments.py"
-_IMPORT = "atropos_api/store/factory.py"
 _SQLITE = "atropos_api/store/sqlite_ledger.py"
 _DIRECTORY = "atropos_api/store/factory.py"
 
-_LOG = "unit/broker/test_store.py::test_"
-_RECORDS = "unit/broker/test_ledger_kills.py::test_"
-_CONTRACT = "unit/broker/test_store_contract.py::test_"
-_SYNCED = "unit/broker/test_syncing.py::test_"
-_TAKEN_OVER = f"{_RECORDS}the_journal_of_an_earlier_release_is_taken_over_once"
+_LOG = "unit/store/test_store.py::test_"
+_RECORDS = "unit/store/test_ledger_kills.py::test_"
+_CONTRACT = "unit/store/test_store_contract.py::test_"
+_SYNCED = "unit/store/test_syncing.py::test_"
 
 STORE: tuple[Mutant, ...] = (
     # What is refused leaves nothing behind
@@ -50,7 +48,7 @@ STORE: tuple[Mutant, ...] = (
         "atropos_api/broker/state.py",
         "            self.store_inconsistent = True\n",
         "",
-        "unit/broker/test_disk.py::test_a_change_the_ledger_refused_is_not_remembered",
+        "unit/store/test_disk.py::test_a_change_the_ledger_refused_is_not_remembered",
     ),
     # What is on the disk, and when
     Mutant(
@@ -63,8 +61,8 @@ STORE: tuple[Mutant, ...] = (
     Mutant(
         "the folder of bodies is not forced to the disk",
         _SEGMENTS,
-        "            if directory_changed:\n                _sync_path",
-        "            if False:\n                _sync_path",
+        "            if directory_changed:\n                sync_path",
+        "            if False:\n                sync_path",
         f"{_SYNCED}how_often_data_is_forced_to_the_disk[interval-8]",
     ),
     Mutant(
@@ -137,41 +135,6 @@ STORE: tuple[Mutant, ...] = (
         "        self._depth += 1\n",
         "",
         f"{_RECORDS}a_transaction_is_whole_or_nothing",
-    ),
-    Mutant(
-        "the journal of a killed broker is lost",
-        _IMPORT,
-        "if record.number > known)",
-        "if record.number < known)",
-        _TAKEN_OVER,
-    ),
-    Mutant(
-        "a record counts twice",
-        _IMPORT,
-        "if record.number > known)",
-        "if record.number >= known)",
-        f"{_RECORDS}a_kill_before_the_journals_files_are_gone_repeats_nothing",
-    ),
-    Mutant(
-        "the database does not know what it has of the journal",
-        _IMPORT,
-        "ledger.note_journaled(missing[-1].number)",
-        "pass",
-        f"{_RECORDS}a_kill_before_the_journals_files_are_gone_repeats_nothing",
-    ),
-    Mutant(
-        "records change their order",
-        _IMPORT,
-        "key=lambda record: record.number)",
-        "key=lambda record: -record.number)",
-        _TAKEN_OVER,
-    ),
-    Mutant(
-        "a record of the journal is believed",
-        _IMPORT,
-        " or isal_zlib.crc32(record) != checksum:",
-        ":",
-        f"{_RECORDS}a_record_of_the_journal_cut_short_or_without_its_bytes_is_nothing",
     ),
     Mutant(
         "a body is believed",

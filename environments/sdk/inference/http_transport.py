@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import anyio
 import msgspec
 
+from atropos_api.common.tracing import FIELD, current_span
 from atropos_api.wire.groups import Span
 from environments.sdk.errors import InferenceRefused, InferenceUnavailable
 from environments.sdk.inference.sampling import OnTokens, Sample
@@ -174,7 +175,9 @@ class HttpTransport:
 async def _send(
     session: aiohttp.ClientSession, method: str, url: str, body: bytes | None, on_piece: OnPiece | None
 ) -> Response:
-    async with session.request(method, url, data=body) as answer:
+    traceparent = current_span().traceparent
+    headers = None if traceparent is None else {FIELD: traceparent}
+    async with session.request(method, url, data=body, headers=headers) as answer:
         if on_piece is None or not answer.ok:
             return Response(answer.status, await answer.read())
         parts = []

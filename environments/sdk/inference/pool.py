@@ -10,21 +10,36 @@ from typing import Any, TypeVar
 import anyio
 
 from environments.sdk.config import APIServerConfig
-from environments.sdk.errors import RequestRefused
+from environments.sdk.errors import InferenceUnavailable, RequestRefused
+from environments.sdk.inference.registered import RegisteredServers
 from environments.sdk.inference.retries import ServerUnavailable
 from environments.sdk.inference.sampling import Failover, OnTokens, PromptLogprobs, Sample, Sampling, Split, count_of
 from environments.sdk.inference.server import HttpServer
+from environments.sdk.progress import note_event
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+MARGIN = 2
+"""Requests in flight by which a registered server may exceed the least loaded one before related calls move there."""
 
 
 class ServerPool:
-    """The servers of an environment: a request goes to another one if its server is unavailable."""
+    """The servers of an environment: a request goes to another one if its server is unavailable.
 
-    def __init__(self, servers: list[HttpServer], *, max_n_completions: int, wait_timeout_seconds: float) -> None:
+    Its servers are named, or come and go as `RegisteredServers` says.
+    """
+
+    def __init__(
+        self,
+        servers: list[HttpServer],
+        *,
+        max_n_completions: int,
+        wait_timeout_seconds: float,
+        registered: RegisteredServers | None = None,
+    ) -> None:
         self.servers = servers
+        self.registered = registered
         self.max_n_completions = max_n_completions
         self._wait_timeout_seconds = wait_timeout_seconds
 
@@ -45,8 +60,9 @@ class ServerPool:
         known = ", ".join(server.config.base_url for server in self.servers)
         raise RequestRefused(f"no server has the address {base_url}; there are {known}", param="base_url")
 
-    def single(self) -> ServerPool:
+    async def single(self) -> ServerPool:
         """Return a pool of the least loaded server alone."""
+        await self.wait_for_server()
         return self._only(self.least_loaded())
 
     def _only(self, server: HttpServer) -> ServerPool:
@@ -56,23 +72,58 @@ class ServerPool:
             wait_timeout_seconds=self._wait_timeout_seconds,
         )
 
+    def pick(self, chosen: HttpServer | None) -> HttpServer | None:
+        """Return the server for the next of several related calls; None while there is none.
+
+        It is the `chosen` one as long as that is there, and has at most `MARGIN` requests more than another registered
+        one: more than that costs longer than to compute the prompt again elsewhere.
+        """
+        if not self.servers:
+            return None
+        if chosen is None or chosen not in self.servers:
+            return self.least_loaded()
+        if self.registered is None:
+            return chosen
+        least = self.least_loaded()
+        return least if chosen.in_flight > least.in_flight + MARGIN else chosen
+
     async def ask(
-        self, server: HttpServer, call: Callable[[HttpServer, Failover], Awaitable[T]]
+        self,
+        server: HttpServer | None,
+        call: Callable[[HttpServer, Failover], Awaitable[T]],
+        *,
+        may_repeat: Callable[[], bool] = lambda: True,
     ) -> tuple[HttpServer, T]:
-        """Run `call` on `server`, or on another if it is unavailable; return the server used and the result."""
+        """Run `call` on `server`, or on another if it is unavailable or leaves; return the server used and the result.
+
+        `may_repeat` returns False once a part of the answer was passed on.
+        """
         deadline = time.monotonic() + self._wait_timeout_seconds
         avoided: list[HttpServer] = []
         while True:
-            no_failover = len(self.servers) == 1 or time.monotonic() > deadline
-            server.in_flight += 1
+            if server is None:
+                await self.wait_for_server()
+                server = self.least_loaded(avoided)
+            is_alone = len(self.servers) == 1 and self.registered is None
+            failover = None if is_alone or time.monotonic() > deadline else self._failover(server)
+            note_event(f"request to {server.config.root_url}")
             try:
-                return server, await call(server, None if no_failover else self._failover(server))
+                with server.in_use(), server.presence() as left:
+                    answer = await call(server, failover)
+                    note_event(f"answer of {server.config.root_url}")
+                    return server, answer
+                if left.cancelled_caught and not may_repeat():
+                    raise InferenceUnavailable(f"{server.config.root_url} left in the middle of its answer")
+                logger.debug("%s left; the request goes to another server", server.config.root_url)
             except ServerUnavailable:
-                avoided.append(server)
                 logger.debug("%s is unavailable; the request goes to another server", server.config.root_url)
-            finally:
-                server.in_flight -= 1
-            server = self.least_loaded(avoided)
+            avoided.append(server)
+            server = self.least_loaded(avoided) if self.servers else None
+
+    async def wait_for_server(self) -> None:
+        """Return once there is a server; raise `InferenceUnavailable` after the time allowed."""
+        if not self.servers and self.registered is not None:
+            await self.registered.wait(self._wait_timeout_seconds)
 
     def _failover(self, server: HttpServer) -> Failover:
         return lambda: any(other is not server and other.channel.up for other in self.servers)
@@ -96,7 +147,8 @@ class ServerPool:
 class StickyServer:
     """A sticky server uses one server of a pool for as long as that one answers.
 
-    The server is chosen at the first request, since a rollout may do much else before it.
+    The server is chosen at the first request, since a rollout may do much else before it. Every request has the whole
+    prompt, so another server only has to compute it again.
     """
 
     def __init__(self, pool: ServerPool) -> None:
@@ -105,12 +157,14 @@ class StickyServer:
 
     @property
     def config(self) -> APIServerConfig:
-        return self._server.config
+        registered = self._pool.registered
+        if registered is not None:
+            return registered.template
+        return (self._chosen or self._pool.least_loaded()).config
 
     @property
-    def _server(self) -> HttpServer:
-        if self._chosen is None:
-            self._chosen = self._pool.least_loaded()
+    def _server(self) -> HttpServer | None:
+        self._chosen = self._pool.pick(self._chosen)
         return self._chosen
 
     async def generate(
@@ -128,12 +182,13 @@ class StickyServer:
             nonlocal asked
             first, part = asked, sampling.part(n, first=asked)
             asked += n
-            on_part_tokens = _from_number(on_tokens, first)
+            passed_on = _Noted(_from_number(on_tokens, first))
             self._chosen, found = await self._pool.ask(
                 self._server,
                 lambda server, failover: server.generate(
-                    prompt_tokens, part, split, failover=failover, on_tokens=on_part_tokens
+                    prompt_tokens, part, split, failover=failover, on_tokens=passed_on if on_tokens else None
                 ),
+                may_repeat=lambda: not passed_on.any,
             )
             return found
 
@@ -187,6 +242,19 @@ class StickyServer:
         choices = await self._pool.split(self.config, count_of(kwargs), ask)
         numbered = [{**choice, "index": index} for index, choice in enumerate(choices)]
         return {**answers[0], "choices": numbered, "usage": _sum_usage(answers)}
+
+
+class _Noted:
+    """`on_tokens`, with a note that tokens were passed on."""
+
+    def __init__(self, on_tokens: OnTokens | None) -> None:
+        self._on_tokens = on_tokens
+        self.any = False
+
+    def __call__(self, index: int, tokens: list[int], logprobs: list[float]) -> None:
+        self.any = True
+        if self._on_tokens is not None:
+            self._on_tokens(index, tokens, logprobs)
 
 
 def _from_number(on_tokens: OnTokens | None, first: int) -> OnTokens | None:

@@ -10,7 +10,6 @@ each time.
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,8 @@ import anyio
 import msgspec
 
 from atropos_api.common.concurrency import Wait
+from atropos_api.common.identity import find_host_error
+from atropos_api.common.tracing import current_span
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import EnvironmentsError, InferenceHostUnknown, InferenceRefused, InferenceUnavailable
 from environments.sdk.inference.http_transport import HttpTransport, Limit, OnPiece, Response, Timings, Transport
@@ -109,7 +110,9 @@ class ServerChannel:
                 self._avoid()  # this request tries the server; others avoid it until then
             call = _Call("POST", url, body, failover, on_piece)
             started = time.monotonic()
-            answer = await self._through_outages(call)
+            with current_span().child("inference", url=url, split=split) as span:
+                answer = await self._through_outages(call)
+                span.set(attempts=call.attempts)
             self.timings[split].record(time.monotonic() - started, call.attempts)
             return answer
 
@@ -181,7 +184,7 @@ class ServerChannel:
                 return outcome
 
     def _should_retry(self, outcome: Outcome, server_errors: int) -> bool:
-        unknown_host = isinstance(outcome, OSError) and _find_host_error(outcome) is not None
+        unknown_host = isinstance(outcome, OSError) and find_host_error(outcome) is not None
         return self.config.health_check and not unknown_host and server_errors < SERVER_ERROR_ATTEMPTS
 
     def _content_or_raise(self, outcome: Outcome, url: str) -> bytes:
@@ -196,7 +199,7 @@ class ServerChannel:
 
     def _unreachable(self, error: OSError) -> InferenceHostUnknown | InferenceUnavailable:
         url = self.config.base_url
-        if (unknown := _find_host_error(error)) is not None:
+        if (unknown := find_host_error(error)) is not None:
             return InferenceHostUnknown(f"the host of {url} cannot be resolved ({unknown}); check --openai.base_url")
         return InferenceUnavailable(
             f"no inference server answers at {url} ({type(error).__name__} {error}); start it or set --openai.base_url"
@@ -246,13 +249,3 @@ def _describe(outcome: Outcome) -> str:
     except msgspec.DecodeError:
         detail = outcome.content[:300].decode("utf-8", "replace")
     return f"{outcome.status}: {detail}"
-
-
-def _find_host_error(error: BaseException | None) -> socket.gaierror | None:
-    seen: set[int] = set()  # a chain of causes may lead back to itself
-    while error is not None and id(error) not in seen:
-        if isinstance(error, socket.gaierror):
-            return error
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return None

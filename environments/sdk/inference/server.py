@@ -9,10 +9,13 @@ server with neither is trusted, and a log line says so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+import anyio
 import msgspec
 
 from atropos_api.common.concurrency import run_blocking
@@ -60,11 +63,44 @@ class HttpServer:
         """Loads the tokenizer whose ids are sent, to compare it with the model's; the server's manager sets it."""
         self.in_flight = 0
         """Requests in progress, including those that wait for a place; the pool counts them."""
+        self._requests: set[anyio.CancelScope] = set()
+        self.answered = 0
+        """Requests that ended, with or without an answer."""
+        self.idle_since: float | None = time.monotonic()
+        """Time since when no request is in progress; None while one is."""
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Count a request that is in progress inside the block."""
+        self.in_flight += 1
+        self.idle_since = None
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            self.answered += 1
+            if not self.in_flight:
+                self.idle_since = time.monotonic()
 
     @property
     def model_name(self) -> str:
         """The name of the model to request."""
         return self.config.model_name if self.policy is None else self.policy.name
+
+    @contextmanager
+    def presence(self) -> Iterator[anyio.CancelScope]:
+        """Run the block until it ends or the server leaves."""
+        with anyio.CancelScope() as scope:
+            self._requests.add(scope)
+            try:
+                yield scope
+            finally:
+                self._requests.discard(scope)
+
+    def leave(self) -> None:
+        """End the requests in progress: the server is gone."""
+        for scope in list(self._requests):
+            scope.cancel()
 
     async def tokenizer_name(self) -> str | None:
         """Return the name or folder of the served model's tokenizer; None if the server does not report it."""

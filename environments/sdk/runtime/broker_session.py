@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -14,11 +15,13 @@ import anyio
 from atropos_api.common.concurrency import Condition
 from atropos_api.common.errors import AtroposError
 from atropos_api.wire.groups import Group
-from atropos_api.wire.messages import EnvironmentInfo, EnvironmentRequest, Pacing
+from atropos_api.wire.messages import EnvironmentInfo, EnvironmentRequest, ItemLease, ItemRequest, Pacing
+from atropos_api.wire.reports import EnvironmentActivity
 from environments.sdk.reporting import DroppedGroups
+from environments.sdk.runtime.items import GroupKey, LeasedItem
 
 if TYPE_CHECKING:
-    from atropos_api.client import AsyncBrokerClient
+    from atropos_api.client import AsyncBrokerClient, BrokerRefused
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +30,7 @@ MOST_GROUPS_A_POST = 64
 PAUSE_SECONDS = 0.5
 DEREGISTER_SECONDS = 1.0
 REPORT_SECONDS = 1.0
+ACTIVITY_SECONDS = 2.0
 NO_SUCH_ROUTE = frozenset({404, 405})
 GROUP_REFUSALS = frozenset({400, 413, 422})  # caused by the groups sent, not by the sender
 
@@ -45,10 +49,13 @@ class BrokerConnection:
         self.on_step: Callable[[Pacing], None] = lambda _: None
         self.on_policy: Callable[[Pacing], None] = lambda _: None
         self.on_refused: Callable[[Group, Exception], None] = lambda _, __: None
+        self.on_item_group: Callable[[LeasedItem], None] = lambda _: None
+        """Called with an item when one of its groups is acknowledged or refused."""
+        self.on_acknowledged: Callable[[Group], None] = lambda _: None
         self._client = client
         self._request = request
         self._wait_timeout_seconds = wait_timeout_seconds
-        self._queue: deque[Group] = deque()
+        self._queue: deque[tuple[Group, GroupKey | None]] = deque()
         self._adoptions = 0
 
     async def register(self) -> EnvironmentInfo:
@@ -58,12 +65,12 @@ class BrokerConnection:
         self._adopt(self.info.pacing, authoritative=True)
         return self.info
 
-    def hand_in(self, group: Group) -> None:
-        """Queue a group for submission."""
-        self._queue.append(group)
+    def hand_in(self, group: Group, key: GroupKey | None = None) -> None:
+        """Queue a group for submission, under the key of its item if it has one."""
+        self._queue.append((group, key))
         self.pending_sequences += len(group.tokens)
         self.pending_groups += 1
-        self.changed.ring()
+        self.changed.notify()
 
     async def keep_pacing(self) -> None:
         """Poll the broker's pacing for ever: each request returns when the pacing changes, or after ten seconds."""
@@ -83,12 +90,32 @@ class BrokerConnection:
             self._adopt(pacing, authoritative=seen == self._adoptions)
 
     async def keep_submitting(self) -> None:
-        """Submit what is handed in, for ever; up to 64 waiting groups go in one request."""
+        """Submit what is handed in, for ever; up to 64 waiting groups without a key go in one request."""
         while True:
             while not self._queue:
                 await self.changed.wait()
-            groups = [self._queue.popleft() for _ in range(min(len(self._queue), MOST_GROUPS_A_POST))]
+            group, key = self._queue.popleft()
+            if key is not None:
+                await self._submit([group], key)
+                self.on_item_group(key.item)
+                continue
+            groups = [group]
+            while self._queue and self._queue[0][1] is None and len(groups) < MOST_GROUPS_A_POST:
+                groups.append(self._queue.popleft()[0])
             await self._submit(groups)
+
+    async def lease_items(self, request: ItemRequest) -> ItemLease | None:
+        """Report items and lease others, through outages too; None if the broker has no route for items."""
+        from atropos_api.client import BrokerRefused
+
+        while True:
+            assert self.info is not None
+            try:
+                return await self._client.lease_items(self.info.environment_id, request)
+            except AtroposError as error:
+                if isinstance(error, BrokerRefused) and _lacks_route(error):
+                    return None
+                await self._recover(error)
 
     async def keep_reporting(self, dropped: DroppedGroups) -> None:
         """Report dropped groups to the broker, at most one report a second; return if it has no route for them."""
@@ -103,12 +130,36 @@ class BrokerConnection:
             try:
                 await self._client.report_dropped(self.info.environment_id, dropped.report())
             except BrokerRefused as error:
-                if error.status in NO_SUCH_ROUTE and error.kind != "unknown-environment":
+                if _lacks_route(error):
                     logger.debug("this broker accepts no reports of dropped groups: %s", error)
                     return
             except AtroposError as error:
                 logger.debug("dropped groups could not be reported; the next report includes them: %s", error)
             await anyio.sleep(REPORT_SECONDS)
+
+    async def keep_reporting_activity(self, describe: Callable[[], EnvironmentActivity]) -> None:
+        """Report what the environment is doing, for the page: every 2 s while that changes, else every 10 s.
+
+        Return if the broker has no route for it.
+        """
+        from atropos_api.client import BrokerRefused
+
+        reported, reported_at = None, float("-inf")
+        while True:
+            activity = describe()
+            state, now = _state_of(activity), time.monotonic()
+            if state != reported or now - reported_at >= HEARTBEAT_WAIT_SECONDS:
+                assert self.info is not None
+                reported, reported_at = state, now
+                try:
+                    await self._client.report_activity(self.info.environment_id, activity)
+                except BrokerRefused as error:
+                    if error.status in NO_SUCH_ROUTE and error.kind != "unknown-environment":
+                        logger.debug("this broker accepts no reports of activity: %s", error)
+                        return
+                except AtroposError as error:
+                    logger.debug("the activity could not be reported: %s", error)
+            await anyio.sleep(ACTIVITY_SECONDS)
 
     async def deregister(self) -> None:
         """Deregister, so that the broker does not wait for this environment; an unreachable broker is ignored."""
@@ -121,13 +172,16 @@ class BrokerConnection:
         while self.pending_sequences:
             await self.changed.wait()
 
-    async def _submit(self, groups: list[Group]) -> None:
-        key = uuid.uuid4().hex
+    async def _submit(self, groups: list[Group], of_item: GroupKey | None = None) -> None:
+        key = uuid.uuid4().hex if of_item is None else of_item.key
+        run_id = None if of_item is None else of_item.item.run_id
         response = None
         while response is None:
             assert self.info is not None
             try:
-                response = await self._client.submit(self.info.environment_id, groups, idempotency_key=key)
+                response = await self._client.submit(
+                    self.info.environment_id, groups, idempotency_key=key, run_id=run_id
+                )
             except AtroposError as error:
                 if self._is_refusal(error):
                     await self._find_refused(groups, error)
@@ -136,7 +190,7 @@ class BrokerConnection:
         self._acknowledge(groups)
         if response.pacing is not None:
             self._adopt(response.pacing, authoritative=False)
-        self.changed.ring()
+        self.changed.notify()
 
     async def _find_refused(self, groups: list[Group], error: Exception) -> None:
         """Find the group that the broker refuses: the groups are sent again one by one."""
@@ -147,7 +201,7 @@ class BrokerConnection:
         logger.error("a group was refused and is dropped: %s", error)
         self.on_refused(groups[0], error)
         self._acknowledge(groups)
-        self.changed.ring()
+        self.changed.notify()
 
     async def _recover(self, error: Exception) -> None:
         """Wait and register again after an outage or a broker that lost its state; raise any other error."""
@@ -170,6 +224,8 @@ class BrokerConnection:
     def _acknowledge(self, groups: list[Group]) -> None:
         self.pending_sequences -= sum(len(group.tokens) for group in groups)
         self.pending_groups -= len(groups)
+        for group in groups:
+            self.on_acknowledged(group)
 
     def _adopt(self, pacing: Pacing, *, authoritative: bool) -> None:
         """Adopt newer pacing. Only an answer during which nothing else was adopted may lower the revision (a restarted
@@ -187,4 +243,16 @@ class BrokerConnection:
         if pacing.paused_because and (known is None or known.paused_because != pacing.paused_because):
             logger.warning("paused by the broker: %s", pacing.paused_because)
         if known != pacing:
-            self.changed.ring()
+            self.changed.notify()
+
+
+def _lacks_route(error: BrokerRefused) -> bool:
+    """Return True if this broker does not know the route that was asked for: it is older than this package."""
+    return error.status in NO_SUCH_ROUTE and error.kind != "unknown-environment"
+
+
+def _state_of(activity: EnvironmentActivity) -> tuple[object, ...]:
+    """Return what a report says besides times: the broker adds the time that has passed since."""
+    slowest = tuple((one.name, one.done, one.last_event) for one in activity.slowest)
+    busy = (activity.open_rollouts, activity.open_requests > 0, activity.finished_rollouts, activity.evaluating)
+    return (*busy, slowest, tuple(server.available for server in activity.servers))

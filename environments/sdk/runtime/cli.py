@@ -12,9 +12,10 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import anyio
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -24,11 +25,15 @@ from atropos_api.common.errors import AtroposError
 from atropos_api.common.identity import server_stem
 from atropos_api.common.logs import setup_logging
 from atropos_api.common.secrets import TokenSource
+from atropos_api.common.tracing import open_tracing
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list, slurm_servers
 from environments.sdk.environment import Environment
 from environments.sdk.errors import innermost
 from environments.sdk.runtime.stopping import StopRequest, listen_for_stop
 from environments.sdk.server_manager import MAX_N_COMPLETIONS
+
+if TYPE_CHECKING:
+    from atropos_api.client import AsyncBrokerClient
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +59,11 @@ class EnvironmentCommand(BaseModel):
 
     env: BaseEnvConfig
     openai: APIServerConfig | list[APIServerConfig]
-    slurm: bool = Field(False, description="find the inference servers of this Slurm job")
-    testing: bool = Field(False, description="refused: environments.sdk.testing has a server for tests")
-    overwrite: bool = Field(False, description="let `evaluate` replace the results in data_dir_to_save_evals")
-    max_n_completions: int = Field(MAX_N_COMPLETIONS, ge=1, description="samples in one request at most")
-    proxy_url: str | None = Field(None, description="refused: sessions need no proxy")
+    slurm: bool = Field(False, description="Find the inference servers of this Slurm job.")
+    testing: bool = Field(False, description="Refused: environments.sdk.testing has a server for tests.")
+    overwrite: bool = Field(False, description="Let `evaluate` replace the results in data_dir_to_save_evals.")
+    max_n_completions: int = Field(MAX_N_COMPLETIONS, ge=1, description="Samples in one request at most.")
+    proxy_url: str | None = Field(None, description="Refused: sessions need no proxy.")
 
     @property
     def servers(self) -> list[APIServerConfig]:
@@ -81,8 +86,10 @@ def run_verb(env_cls: type[Environment], argv: Sequence[str]) -> int:
     """Run `VERB [flags]` and return the process's exit code."""
     verb = _read_verb(env_cls, argv)
     _require_complete(env_cls, verb)
-    setup_logging(env_cls.name or env_cls.__name__)
+    name = env_cls.name or env_cls.__name__
+    setup_logging(name)  # warnings about the configuration come before its format is known
     command = read_command(env_cls, verb, argv[1:])
+    logs = setup_logging(name, form=command.env.log_format)
     _refuse_unsupported(command)
     servers = slurm_servers(command.servers[0]) if command.slurm else command.servers
     if verb == "serve" and not (env_cls.lenient or command.env.allow_estimated_tokens):
@@ -90,7 +97,10 @@ def run_verb(env_cls: type[Environment], argv: Sequence[str]) -> int:
 
     def make_env() -> Environment:
         env = env_cls(command.env, servers, slurm=command.slurm, testing=command.testing)
+        logs.describe(lambda: {"environment": env.registered_name, **(env.worker.log_fields() if env.worker else {})})
         env.overwrite_results = command.overwrite
+        if verb == "serve":
+            env.tracing = open_tracing(command.env.otlp_traces_endpoint, service="atropos-environment")
         env.server.pool.max_n_completions = command.max_n_completions
         if command.teachers is not None:
             env.set_teacher(command.teachers)
@@ -228,6 +238,7 @@ def run(verb: Verb, make_env: Callable[[], Environment]) -> int:
                 return await _do(verb, env, stop)
             finally:
                 await env.aclose()
+                env.tracing.close()
 
         collect_rarely()
         try:
@@ -246,12 +257,25 @@ async def _do(verb: Verb, env: Environment, stop: StopRequest) -> int:
         await _serve(env, stop)
         return 0
     work = {"process": process, "evaluate": evaluate_alone, "validate": validate}[verb]
-    return await _unless_stopped(work(env), stop)
+    if verb == "validate" or not _follows_registry(env):
+        return await _unless_stopped(work(env), stop)
+    async with _broker_client(env) as client, following_registry(env, client):
+        return await _unless_stopped(work(env), stop)
 
 
 async def _serve(env: Environment, stop: StopRequest) -> None:
-    from atropos_api.client import AsyncBrokerClient
+    from atropos_api.common.prometheus import serving_metrics
     from environments.sdk.runtime.worker import EnvironmentWorker
+
+    config = env.config
+    async with _broker_client(env) as client, following_registry(env, client):
+        worker = EnvironmentWorker(env, client, stop)
+        with serving_metrics(worker.metrics.collect, config.metrics_host, config.metrics_port):
+            await worker.serve()
+
+
+def _broker_client(env: Environment) -> AsyncBrokerClient:
+    from atropos_api.client import AsyncBrokerClient
 
     config = env.config
     token = TokenSource.settle(
@@ -260,8 +284,25 @@ async def _serve(env: Environment, stop: StopRequest) -> None:
         os.environ,
         flag="--env.rollout_server_token_file",
     )
-    async with AsyncBrokerClient(config.rollout_server_url, token=token) as client:
-        await EnvironmentWorker(env, client, stop).serve()
+    return AsyncBrokerClient(config.rollout_server_url, token=token)
+
+
+def _follows_registry(env: Environment) -> bool:
+    return any(manager.registered is not None for manager in env.server_managers)
+
+
+@asynccontextmanager
+async def following_registry(env: Environment, client: AsyncBrokerClient) -> AsyncIterator[None]:
+    """Follow the broker's registry inside the block, for those of the environment's servers that are not named."""
+    followed = [manager.registered for manager in env.server_managers if manager.registered is not None]
+    if not followed:
+        yield
+        return
+    async with anyio.create_task_group() as group:
+        for servers in followed:
+            group.start_soon(servers.follow, client)
+        yield
+        group.cancel_scope.cancel()
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, int | None], stop: StopRequest) -> int:

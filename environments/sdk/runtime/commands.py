@@ -110,12 +110,8 @@ async def process(env: Environment) -> None:
     await prepare(env)
     await env.setup()
     await env.setup_wandb()
-    rules = GroupRules(
-        group_size=env.config.group_size,
-        max_token_length=-1,
-        ensure_scores_are_not_same=env.config.ensure_scores_are_not_same,
-    )
-    delivery = Delivery(env, lambda: rules, send=lambda _: None)
+    rules = GroupRules.from_config(env.config, max_token_length=-1)
+    delivery = Delivery(env, lambda: rules, send=lambda _, __: None)
     try:
         await _collect(env, RolloutRunner(env, delivery))
     finally:
@@ -165,7 +161,7 @@ async def evaluate_alone(env: Environment) -> None:
         raise NoEvaluation(f"{type(env).__name__} has no evaluate; write one that calls self.evaluate_log")
     env.evaluation_only = True
     _require_free_folder(env)
-    await prepare(env, needs_tokenizer=any(server.config.server_type != "openai" for server in env.server.servers))
+    await prepare(env, needs_tokenizer=any(config.server_type != "openai" for config in env.server.configs))
     await env.setup()
     await env.setup_wandb()
     try:
@@ -190,7 +186,7 @@ def _save_config(env: Environment, folder: Path) -> None:
     """Write the settings of the evaluation next to its results, without secrets."""
     document = {
         "env": public_settings(env.config),
-        "openai": [public_settings(server.config) for server in env.server.servers],
+        "openai": [public_settings(config) for config in env.server.configs],
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_private(folder / "evaluate_config.yaml", yaml.safe_dump(document, sort_keys=False))

@@ -10,22 +10,24 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 
+from atropos_api.common.tracing import FIELD, Span, current_span, running
 from atropos_api.wire.groups import Group
 from environments.sdk.environment import Environment
 from environments.sdk.errors import EnvironmentsError, ItemDropped, RolloutsKeepFailing, innermost
 from environments.sdk.group_files import Chats, GroupFile, RecentGroups
-from environments.sdk.groups import GroupRules, Item, as_groups, to_wire
+from environments.sdk.groups import GroupRules, Item, as_groups, fill_absent, to_wire
 from environments.sdk.reporting import FAILED, NO_GROUP, TIMED_OUT, Rejection, last_answer, one_line, quoted
+from environments.sdk.runtime.items import GroupKey, ItemLeases, LeasedItem
 from environments.sdk.session.tokens_and_masks import SampleLog, current_sample_log, messages_of, record_samples
 
 if TYPE_CHECKING:
@@ -33,7 +35,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Send = Callable[[Group], None]
+Send = Callable[[Group, GroupKey | None], None]
+
+
+class DrawnItem(NamedTuple):
+    """An item, and its lease if it has one."""
+
+    item: Item
+    lease: LeasedItem | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +53,21 @@ class Accepted:
     chats: Callable[[], Chats]
 
 
-_buffer: ContextVar[list[Accepted] | None] = ContextVar("buffer", default=None)
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """The groups of one rollout, and the reasons for which others of it were dropped."""
+
+    accepted: list[Accepted] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+
+
+_buffer: ContextVar[Buffer | None] = ContextVar("buffer", default=None)
 
 
 @contextmanager
-def buffer_groups() -> Iterator[list[Accepted]]:
+def buffer_groups() -> Iterator[Buffer]:
     """Collect the groups delivered inside the block, in this task and those it starts, instead of sending them."""
-    buffer: list[Accepted] = []
+    buffer = Buffer()
     token = _buffer.set(buffer)
     try:
         yield buffer
@@ -58,12 +75,42 @@ def buffer_groups() -> Iterator[list[Accepted]]:
         _buffer.reset(token)
 
 
+class GroupSpans:
+    """The spans of groups of traced rollouts, each from its end until the broker has acknowledged or refused it."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Span] = {}
+
+    def begin(self, group: Group) -> None:
+        """Begin the span of a group that is about to be sent, and hand it on with the group."""
+        rollout = current_span()
+        if rollout.traceparent is None:
+            return
+        span = rollout.begin("group", rollouts=len(group.scores), mean_score=sum(group.scores) / len(group.scores))
+        assert span.traceparent is not None
+        group.generation_params = {**(group.generation_params or {}), FIELD: span.traceparent}
+        self._open[id(group)] = span
+
+    def end(self, group: Group, error: Exception | None = None) -> None:
+        """End the span of a group that the broker has acknowledged, or refused with `error`."""
+        span = self._open.pop(id(group), None)
+        if span is not None:
+            if error is not None:
+                span.fail(error)
+            span.end()
+
+
 class Delivery:
     """Delivery of an environment's groups: it checks and counts them, saves them if a file is configured, and sends
     them.
     """
 
-    def __init__(self, env: Environment, rules: Callable[[], GroupRules], send: Send) -> None:
+    def __init__(
+        self, env: Environment, rules: Callable[[], GroupRules], send: Send, leases: ItemLeases | None = None
+    ) -> None:
+        self.leases = leases
+        """Leases of the items' numbers; None if the environment draws its own items."""
+        self.spans = GroupSpans()
         self._env = env
         self._rules = rules
         self._send = send
@@ -75,29 +122,37 @@ class Delivery:
         """Send the groups that the rules allow; inside `buffer_groups` they are only collected."""
         rules = self._rules() if check_length else replace(self._rules(), max_token_length=-1)
         dropped = self._env.dropped_groups
+        buffer = _buffer.get()
         for raw in as_groups(scored_data):
             if raw is None:
+                _note_reason(buffer, NO_GROUP)
                 dropped.record(
                     Rejection(NO_GROUP, "the environment returned None"), lambda: f"last item: {quoted(item)}"
                 )
                 continue
             sample_log = current_sample_log() or SampleLog("train")
             group = to_wire(raw, sample_log)
+            if (registered := self._env.server.registered) is not None:
+                group.policy = group.policy or registered.policy
+            if self.leases is not None:
+                self.leases.count_sampled(group)
             if not self._accept(group, rules, sample_log):
                 continue
+            self._env.metrics.count_absent(fill_absent(group, rules.full_size(group) or 0))
             await self._env.add_rollouts_for_wandb(raw, item)
-            buffer, accepted = _buffer.get(), Accepted(group, partial(self._chats, group, sample_log))
+            accepted = Accepted(group, partial(self._chats, group, sample_log))
             if not send:
                 self._save(accepted)
             elif buffer is not None:
-                buffer.append(accepted)
+                buffer.accepted.append(accepted)
             else:
                 self.dispatch(accepted)
 
-    def dispatch(self, accepted: Accepted) -> None:
+    def dispatch(self, accepted: Accepted, key: GroupKey | None = None) -> None:
         self._save(accepted)
         self._env.note_sent(accepted.group)
-        self._send(accepted.group)
+        self.spans.begin(accepted.group)
+        self._send(accepted.group, key)
 
     def close(self) -> None:
         for file in (self.file, self._recent):
@@ -108,6 +163,7 @@ class Delivery:
         rejected = rules.rejection(group)
         if rejected is not None:
             self._env.metrics.rejected += 1
+            _note_reason(_buffer.get(), rejected.reason)
             logger.debug("a group is not sent: %s", rejected.why)
             self._env.dropped_groups.record(rejected, last_answer(group, self._decode))
             return False
@@ -132,6 +188,13 @@ class Delivery:
             self._recent.offer(accepted.group, accepted.chats)
 
 
+def _note_reason(buffer: Buffer | None, reason: str) -> None:
+    if buffer is not None:
+        buffer.dropped.append(reason)
+
+
+NO_ITEM = "no-item"
+"""Reason of a number for which the environment has no item."""
 EMPTY_ITEM_PAUSE_SECONDS = 0.01
 
 
@@ -145,79 +208,117 @@ class RolloutRunner:
         self._failures_in_a_row = 0
         env.delivery = delivery
 
-    async def next_item(self) -> Item:
-        """Return the next item, from the backlog first, then from the environment."""
-        return self.backlog.popleft() if self.backlog else await self._env.get_next_item()
+    async def next_item(self) -> DrawnItem | None:
+        """Return the next item: from the backlog first, then one that the broker leases, or the environment's own."""
+        if self.backlog:
+            return DrawnItem(self.backlog.popleft())
+        leases = self._delivery.leases
+        if leases is not None:
+            leased = await leases.take()
+            if leases.supported:
+                return None if leased is None else await self._item_of(leased, leases)
+        item = await self._env.get_next_item()
+        return None if item is None else DrawnItem(item)
 
-    async def collect(self, item: Item) -> int:
-        """Collect and deliver the groups of `item` and return their number: 0 if it was dropped, rejected or failed too
-        often.
+    async def _item_of(self, leased: LeasedItem, leases: ItemLeases) -> DrawnItem | None:
+        item = await self._env.item_at(leased.number)
+        if item is None:
+            leases.drop(leased, NO_ITEM)
+            return None
+        return DrawnItem(item, leased)
+
+    async def collect(self, drawn: DrawnItem) -> int:
+        """Collect and deliver the groups of an item and return their number: 0 if it was dropped, rejected or failed
+        too often.
 
         Only errors that every other item would cause as well are raised.
         """
+        begun = self._env.tracing.begin("rollout", environment=self._env.registered_name, step=self._env.curr_step)
+        with running(begun) as span:
+            sent = await self._collect(drawn, span)
+            span.set(groups=sent)
+        return sent
+
+    async def _collect(self, drawn: DrawnItem, span: Span) -> int:
         started = time.monotonic()
         for attempt in range(1, self._env.config.rollout_attempts + 1):
             try:
-                sent = await self._attempt(item)
+                sent = await self._attempt(drawn)
             except Exception as error:  # an environment's own code may raise anything
                 reason = innermost(error)
                 if isinstance(reason, ItemDropped):
-                    return await self._count_empty(item, str(reason), started)
+                    return await self._count_empty(drawn, str(reason), started)
                 if isinstance(reason, EnvironmentsError) and reason.ends_server:
                     raise reason from error
-                if self._handle_failure(item, reason, attempt):
+                span.note(reason)
+                if self._handle_failure(drawn, reason, attempt):
+                    span.fail(reason)
                     break
             else:
                 self._failures_in_a_row = 0
-                self._env.metrics.seconds_succeeded.append(time.monotonic() - started)
-                return sent if sent is not None else await self._count_empty(item, "None was returned", started)
-        self._env.metrics.seconds_failed.append(time.monotonic() - started)
+                self._env.metrics.count_rollout(time.monotonic() - started, succeeded=True)
+                return sent if sent is not None else await self._count_empty(drawn, "None was returned", started)
+        self._env.metrics.count_rollout(time.monotonic() - started, succeeded=False)
         return 0
 
-    async def _attempt(self, item: Item) -> int | None:
-        """Return the number of groups of `item` that were sent; None if the environment made none."""
+    async def _attempt(self, drawn: DrawnItem) -> int | None:
+        """Return the number of groups of an item that were sent; None if the environment made none."""
         limit = self._env.config.worker_timeout
         try:
-            with record_samples("train"), buffer_groups() as accepted:
+            with record_samples("train"), buffer_groups() as buffer:
                 with anyio.fail_after(limit if limit > 0 else None):
-                    collected, more = await self._env.collect_trajectories(item)
+                    collected, more = await self._env.collect_trajectories(drawn.item)
                 finished = await self._env.postprocess_histories(collected) if collected else None
                 if finished is not None:
-                    await self._env.handle_send_to_api(finished, item)
+                    await self._env.handle_send_to_api(finished, drawn.item)
         finally:
             await self._env.cleanup()
         self.backlog.extend(more)
-        for group in accepted:
-            self._delivery.dispatch(group)
-        return len(accepted) if finished else None
+        if not finished:
+            return None
+        self._dispatch(drawn.lease, buffer)
+        return len(buffer.accepted)
 
-    async def _count_empty(self, item: Item, why: str, started: float) -> int:
+    def _dispatch(self, lease: LeasedItem | None, buffer: Buffer) -> None:
+        """Send an item's groups, under keys of its own if it is leased."""
+        keys: Sequence[GroupKey | None] = [None] * len(buffer.accepted)
+        if lease is not None and self._delivery.leases is not None:
+            if buffer.accepted:
+                keys = self._delivery.leases.keys(lease, len(buffer.accepted))
+            else:
+                self._delivery.leases.drop(lease, buffer.dropped[0] if buffer.dropped else NO_GROUP)
+        for group, key in zip(buffer.accepted, keys, strict=True):
+            self._delivery.dispatch(group, key)
+
+    async def _count_empty(self, drawn: DrawnItem, why: str, started: float) -> int:
         """Count an item without a group, and pause briefly so that a series of such items does not keep a core busy."""
         self._failures_in_a_row = 0
-        self._count_dropped(item, NO_GROUP, why)
+        self._count_dropped(drawn, NO_GROUP, why)
         if time.monotonic() - started < EMPTY_ITEM_PAUSE_SECONDS:
             await anyio.sleep(EMPTY_ITEM_PAUSE_SECONDS)
         return 0
 
-    def _handle_failure(self, item: Item, error: BaseException, attempt: int) -> bool:
+    def _handle_failure(self, drawn: DrawnItem, error: BaseException, attempt: int) -> bool:
         """Log a failed attempt and return True if the item is given up; too many such items in a row end the server.
 
         A timeout is not tried again.
         """
         described = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if attempt < self._env.config.rollout_attempts and not isinstance(error, TimeoutError):
-            self._env.metrics.retried += 1
+            self._env.metrics.count_retry()
             logger.info("a rollout failed and is tried again (%s)", described)
             return False
         self._env.metrics.failed += 1
         self._count_dropped(
-            item, TIMED_OUT if isinstance(error, TimeoutError) else FAILED, f"given up after {described}"
+            drawn, TIMED_OUT if isinstance(error, TimeoutError) else FAILED, f"given up after {described}"
         )
         self._failures_in_a_row += 1
-        logger.warning("item %.200r is given up after attempt %d: %s", item, attempt, described, exc_info=error)
+        logger.warning("item %.200r is given up after attempt %d: %s", drawn.item, attempt, described, exc_info=error)
         if self._failures_in_a_row >= self._env.config.max_failures_in_a_row:
             raise RolloutsKeepFailing(f"{self._failures_in_a_row} items failed in a row, the last with {described}")
         return True
 
-    def _count_dropped(self, item: Item, reason: str, why: str) -> None:
-        self._env.dropped_groups.record(Rejection(reason, one_line(why)), lambda: f"last item: {quoted(item)}")
+    def _count_dropped(self, drawn: DrawnItem, reason: str, why: str) -> None:
+        if drawn.lease is not None and self._delivery.leases is not None:
+            self._delivery.leases.drop(drawn.lease, reason)
+        self._env.dropped_groups.record(Rejection(reason, one_line(why)), lambda: f"last item: {quoted(drawn.item)}")

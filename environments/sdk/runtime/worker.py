@@ -16,14 +16,19 @@ from anyio.abc import TaskGroup
 
 from atropos_api.wire.groups import Group
 from atropos_api.wire.messages import EnvironmentRequest, Pacing
+from atropos_api.wire.reports import EnvironmentActivity
 from environments.sdk.config import EvalHandlingEnum
 from environments.sdk.environment import Environment
-from environments.sdk.errors import EnvironmentsError, EvaluationFailed
-from environments.sdk.groups import GroupRules, Item
+from environments.sdk.errors import EnvironmentsError, EvaluationFailed, innermost
+from environments.sdk.groups import GroupRules
+from environments.sdk.progress import OpenGroups
 from environments.sdk.reporting import REFUSED, UNSENT, Rejection, last_answer, one_line
+from environments.sdk.runtime.activity import describe_activity
 from environments.sdk.runtime.broker_session import BrokerConnection
 from environments.sdk.runtime.commands import evaluates, prepare, run_evaluation
-from environments.sdk.runtime.rollouts import Delivery, RolloutRunner
+from environments.sdk.runtime.items import ItemLeases
+from environments.sdk.runtime.metrics import EnvironmentMetrics
+from environments.sdk.runtime.rollouts import Delivery, DrawnItem, RolloutRunner
 from environments.sdk.runtime.stopping import StopRequest, listen_for_stop
 
 if TYPE_CHECKING:
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NO_ITEM_PAUSE_SECONDS = 1.0
+REPORT_SECONDS = 2.0
+"""Time that the last report of items may take."""
 SHUTDOWN_SECONDS = 5.0
 """Time that an orderly end may take in addition to the drains of rollouts and of groups."""
 
@@ -61,8 +68,15 @@ class EnvironmentWorker:
         self._broker.on_refused = self._count_refused
         self._broker.on_policy = lambda pacing: env.server.follow(pacing.policy_name, pacing.policy_version)
         self._changed = self._broker.changed
-        self._delivery = Delivery(env, self._rules, self._broker.hand_in)
+        if env.server.registered is not None:  # the number of its servers limits that of rollouts
+            env.server.registered.on_change = self._changed.notify
+        self._leases = ItemLeases(self._broker.lease_items, limit=env.item_count) if env.numbers_items else None
+        if self._leases is not None:
+            self._broker.on_item_group = self._leases.acknowledge
+        self._delivery = Delivery(env, self._rules, self._broker.hand_in, self._leases)
+        self._broker.on_acknowledged = self._delivery.spans.end
         self._collector = RolloutRunner(env, self._delivery)
+        self._open_groups = OpenGroups()
         self._running = self._started = self._abandoned = 0
         self._background: TaskGroup | None = None
         self._rollouts: TaskGroup | None = None
@@ -71,6 +85,16 @@ class EnvironmentWorker:
         self._evaluation_due = self._evaluates = False
         self._log_due = False
         self._stopping = False
+
+    @property
+    def metrics(self) -> EnvironmentMetrics:
+        """The metrics for Prometheus, which may be collected in another thread."""
+        return EnvironmentMetrics(
+            self._env,
+            running=lambda: self._running,
+            unsent=lambda: self._broker.pending_groups,
+            pacing=lambda: self._broker.pacing,
+        )
 
     async def serve(self) -> None:
         """Run until the broker reports that the run is finished, or until SIGTERM or SIGINT."""
@@ -101,6 +125,7 @@ class EnvironmentWorker:
         group.start_soon(self._broker.keep_pacing)
         group.start_soon(self._broker.keep_submitting)
         group.start_soon(self._broker.keep_reporting, self._env.dropped_groups)
+        group.start_soon(self._broker.keep_reporting_activity, self._activity)
         await self._wait_for_run()
         await self._adopt_run()
 
@@ -118,7 +143,12 @@ class EnvironmentWorker:
         if self._stopping:
             with anyio.move_on_after(self._env.config.drain_seconds):
                 await self._broker.flush()
-        elif self._evaluates and self._env.config.eval_at_end:
+        if self._leases is not None:
+            with anyio.move_on_after(REPORT_SECONDS):
+                await self._leases.close()
+        if self._stopping:
+            return
+        if self._evaluates and self._env.config.eval_at_end:
             await self._cancel_evaluation()
             await self._evaluate(required=True)
 
@@ -131,7 +161,7 @@ class EnvironmentWorker:
             logger.info("waiting for a trainer to begin a run at %s", self._env.config.rollout_server_url)
 
     async def _adopt_run(self) -> None:
-        """Register again, for the run's settings, which a registration before the run cannot return; adopt them."""
+        """Register again, because a registration before the run has none of its settings, and adopt these."""
         info = await self._broker.register()
         env = self._env
         env.curr_step = self._pacing.current_step
@@ -171,6 +201,15 @@ class EnvironmentWorker:
                 with anyio.move_on_after(NO_ITEM_PAUSE_SECONDS):
                     await self._changed.wait()
 
+    def log_fields(self) -> dict[str, str | int | None]:
+        """Return run, step and policy version as far as they are known."""
+        info, pacing = self._broker.info, self._broker.pacing
+        return {
+            "run_id": None if info is None else info.run_id,
+            "step": None if pacing is None else pacing.current_step,
+            "policy_version": None if pacing is None else pacing.policy_version,
+        }
+
     async def admit(self) -> None:
         """Start rollouts until there is no room or no item, or something else is due."""
         assert self._rollouts is not None
@@ -182,12 +221,13 @@ class EnvironmentWorker:
             self._started += 1
             self._rollouts.start_soon(self._run_rollout, item)
 
-    async def _run_rollout(self, item: Item) -> None:
+    async def _run_rollout(self, item: DrawnItem) -> None:
         try:
-            await self._collector.collect(item)
+            with self._open_groups.collecting(item.item, self._env.config.group_size):
+                await self._collector.collect(item)
         finally:
             self._running -= 1
-            self._changed.ring()
+            self._changed.notify()
 
     async def _evaluate(self, *, required: bool = False) -> None:
         """Evaluate now; a `required` evaluation must succeed, another failure is logged and training continues."""
@@ -196,14 +236,15 @@ class EnvironmentWorker:
             with anyio.CancelScope() as self._evaluation:
                 await run_evaluation(self._env, step=step)
         except Exception as error:  # an evaluation is the environment's own code and may raise anything
-            if isinstance(error, EnvironmentsError):
-                raise
+            reason = innermost(error)
+            if isinstance(reason, EnvironmentsError):
+                raise reason from error
             if required:
-                raise EvaluationFailed(f"the evaluation at step {step} failed: {error!r}") from error
+                raise EvaluationFailed(f"the evaluation at step {step} failed: {reason!r}") from error
             logger.exception("the evaluation at step %d failed", step)
         finally:
             self._evaluation = None
-            self._changed.ring()
+            self._changed.notify()
 
     async def _cancel_evaluation(self) -> None:
         """Cancel an evaluation in progress and wait for its end."""
@@ -267,7 +308,7 @@ class EnvironmentWorker:
         ):
             self._evaluation_due = True
         self._log_due = env.metrics.sent >= env.config.min_items_sent_before_logging
-        self._changed.ring()
+        self._changed.notify()
 
     def _save_state(self, step: int) -> None:
         try:
@@ -294,14 +335,13 @@ class EnvironmentWorker:
     def _count_refused(self, group: Group, error: Exception) -> None:
         example = last_answer(group, lambda tokens: str(self._env.tokenizer.decode(tokens)))
         self._env.dropped_groups.record(Rejection(REFUSED, one_line(str(error))), example)
+        self._delivery.spans.end(group, error)
+
+    def _activity(self) -> EnvironmentActivity:
+        return describe_activity(self._open_groups, self._env.server, evaluating=self._evaluation is not None)
 
     def _rules(self) -> GroupRules:
-        return GroupRules(
-            group_size=self._env.config.group_size,
-            max_token_length=self._env.max_token_len,
-            ensure_scores_are_not_same=self._env.config.ensure_scores_are_not_same,
-            scheduled_sizes=self._env.config.scheduled_sizes,
-        )
+        return GroupRules.from_config(self._env.config, max_token_length=self._env.max_token_len)
 
     @property
     def _pacing(self) -> Pacing:
@@ -320,7 +360,7 @@ class EnvironmentWorker:
         for scope in (self._startup, self._evaluation):
             if scope is not None:
                 scope.cancel()
-        self._changed.ring()
+        self._changed.notify()
         await stop.wait_for(2)
         self._abandoned = self._running
         group.cancel_scope.cancel()

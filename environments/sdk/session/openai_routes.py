@@ -233,7 +233,7 @@ async def read_object(request: Request) -> dict[str, Any]:
     try:
         return msgspec.json.decode(b"".join(parts) or b"{}", type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RequestRefused(f"the request is no JSON object: {error}") from None
+        raise RequestRefused(f"the request is not a JSON object: {error}") from None
 
 
 async def _wait_until_started(started: asyncio.Event | None, task: asyncio.Task[Any], receive: Receive) -> None:

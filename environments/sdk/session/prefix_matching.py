@@ -134,7 +134,7 @@ class Chat:
         return text.partition(PREFILL_END)[0]
 
 
-class Prompter:
+class PromptBuilder:
     """Builder of one session's prompts: each prompt continues the longest known sequence that fits."""
 
     def __init__(self, codec: Codec, drift: DriftLog, *, preserve_think_blocks: bool) -> None:

@@ -33,7 +33,7 @@ from environments.sdk.session.openai_types import (
     read_openai_completion,
     text_logprobs,
 )
-from environments.sdk.session.prefix_matching import Chat, DriftLog, Prompt, Prompter
+from environments.sdk.session.prefix_matching import Chat, DriftLog, Prompt, PromptBuilder
 from environments.sdk.session.tokens_and_masks import ESTIMATED, SequenceNode, current_split, log_nodes
 from environments.sdk.session.turns import DeltaWriter, OnDelta, SampleReader, Turn
 from environments.sdk.tokenizer import Codec
@@ -74,7 +74,7 @@ class ManagedSession:
         self._allow_truncated = allow_truncated_sampling
         self._parser_wanted = tool_call_parser or tool_parser or "hermes"
         self._parser: ToolParser | None = None
-        self._prompter = Prompter(self._codec, drift or DriftLog(), preserve_think_blocks=preserve_think_blocks)
+        self._prompts = PromptBuilder(self._codec, drift or DriftLog(), preserve_think_blocks=preserve_think_blocks)
         self._slots: list[list[SequenceNode]] = []
         self._superseded: list[SequenceNode] = []
         self._being_extended: set[SequenceNode] = set()
@@ -94,9 +94,9 @@ class ManagedSession:
         input_ids, first_call_only = kwargs.pop("input_ids", None), kwargs.pop("parallel_tool_calls", None) is False
         chat = self._read_chat(messages, tools, kwargs.pop("chat_template_kwargs", None) or {})
         prompt = (
-            self._prompter.for_chat(chat, self._continuable())
+            self._prompts.for_chat(chat, self._continuable())
             if input_ids is None
-            else self._prompter.for_tokens(input_ids, self._continuable())
+            else self._prompts.for_tokens(input_ids, self._continuable())
         )
         prompt.chat = chat
         turn = self._begin(prompt, kwargs, on_delta)
@@ -115,7 +115,7 @@ class ManagedSession:
     async def completion(self, *, prompt: str = "", on_delta: OnDelta | None = None, **kwargs: Any) -> Completion:
         """Continue a text, or the tokens given as `input_ids`."""
         input_ids, known = kwargs.pop("input_ids", None), self._continuable()
-        built = self._prompter.for_tokens(input_ids, known) if input_ids else self._prompter.for_text(prompt, known)
+        built = self._prompts.for_tokens(input_ids, known) if input_ids else self._prompts.for_text(prompt, known)
         turn = self._begin(built, kwargs, on_delta)
         nodes = await self._sample(turn)
         choices = [
@@ -130,7 +130,7 @@ class ManagedSession:
         self, messages: Sequence[Any], *, tools: Any = None, options: Mapping[str, Any] | None = None
     ) -> tuple[str, list[int]]:
         """Return the prompt that a chat would become, and its tokens; nothing is sampled and no sequence is kept."""
-        prompt = self._prompter.for_chat(self._read_chat(messages, tools, options or {}), self._continuable())
+        prompt = self._prompts.for_chat(self._read_chat(messages, tools, options or {}), self._continuable())
         return prompt.text, prompt.tokens
 
     async def get_logprobs(

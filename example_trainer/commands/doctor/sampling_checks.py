@@ -13,8 +13,10 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from example_trainer.commands.doctor.asked import FACTS_SECONDS, Asked, Environment
 from example_trainer.commands.doctor.findings import Finding, error, warning
+from example_trainer.commands.doctor.requested_run import FACTS_SECONDS, Environment, RequestedRun
+from example_trainer.launcher.environment_settings import fillable_batches
+from example_trainer.launcher.teacher import TEACHER_SERVER
 from example_trainer.serving.config import ServerConfig
 
 LOGPROBS_MODE = ServerConfig.model_fields["logprobs_mode"].default
@@ -44,9 +46,9 @@ CLOSE = 0.85
 MAX_TEMPERATURE = 2.0
 
 
-def check_environments(asked: Asked) -> Iterator[Finding]:
+def check_environments(requested: RequestedRun) -> Iterator[Finding]:
     """Check that each environment can be imported, takes its settings, and finds its packages and data."""
-    for environment in asked.environments:
+    for environment in requested.environments:
         facts, name = environment.facts, environment.name
         if facts is None:
             text = f"{name} was not examined: importing it took over {FACTS_SECONDS:.0f} s, ended the process, or "
@@ -69,17 +71,14 @@ def check_environments(asked: Asked) -> Iterator[Finding]:
                 yield error("environment", text, "set openai.server_type to vllm")
 
 
-def check_batch(asked: Asked) -> Iterator[Finding]:
+def check_batch(requested: RequestedRun) -> Iterator[Finding]:
     """Check that groups of each environment's size can fill a batch: the broker never splits a group."""
-    sizes = [(each.name, _group_size(each)) for each in asked.environments]
+    sizes = [(each.name, _group_size(each)) for each in requested.environments]
     known = {size for _, size in sizes if size}
     if not known or not all(size for _, size in sizes):
         return
-    batch = asked.config.sequences_per_batch
-    fillable = {0}
-    for total in range(1, batch + 1):
-        if any(total - size in fillable for size in known):
-            fillable.add(total)
+    batch = requested.config.sequences_per_batch
+    fillable = fillable_batches(known, batch)
     for name, size in sizes:
         if size and batch - size not in fillable:
             text = f"groups of env.group_size {size} ({name}) never fill a batch of {batch} sequences "
@@ -93,9 +92,9 @@ def _group_size(environment: Environment) -> int | None:
     return None if env.get("group_size_schedule") else env.get("group_size")
 
 
-def check_sampling(asked: Asked) -> Iterator[Finding]:
+def check_sampling(requested: RequestedRun) -> Iterator[Finding]:
     """Check the temperature and the other sampling parameters that rollouts are seen to give."""
-    for environment in asked.environments:
+    for environment in requested.environments:
         facts = environment.facts or {}
         for given in facts.get("temperatures", ()):
             yield from _check_temperature(environment, given, lenient=facts["lenient"])
@@ -127,9 +126,9 @@ def _check_temperature(environment: Environment, given: Mapping[str, Any], *, le
         yield error("temperature", text, 'sample at 1, or give each group generation_params={"temperature": ...}')
 
 
-def check_logprobs(asked: Asked) -> Iterator[Finding]:
+def check_logprobs(requested: RequestedRun) -> Iterator[Finding]:
     """Check that the server reports the logprobs that the trainer recomputes."""
-    server, extras = asked.server, asked.server_extras
+    server, extras = requested.server, requested.server_extras
     if server is None:
         return
     if server.logprobs_mode != LOGPROBS_MODE:
@@ -139,26 +138,46 @@ def check_logprobs(asked: Asked) -> Iterator[Finding]:
         if extras.get(name) not in (None, "auto", False, [], {}):
             text = f"vllm.{name} {extras[name]}: {reason}, so sampled logprobs are not those of the trained weights"
             yield warning("logprobs", text, "leave it out, or watch alignment/diff_abs_mean from the first step on")
-    dtype = asked.config.dtype
+    if server.head_dtype == "auto" and requested.config.dtype != "float32":
+        text = (
+            "vllm.head_dtype auto: the server rounds its logits, the trainer does not, so logprobs agree less closely"
+        )
+        yield warning("logprobs", text, "leave it out (--vllm-head-dtype too); the default is float32")
+    dtype = requested.config.dtype
     if dtype != "auto" and server.dtype not in ("auto", dtype):
         text = f"vllm.dtype {server.dtype} is not trainer.dtype {dtype}: "
         advice = "leave vllm.dtype out: the server takes the trainer's"
-        if asked.config.shares_memory:
+        if requested.config.shares_memory:
             yield warning("logprobs", text + "the trainer computes in the dtype of the server's tensors", advice)
         else:
             yield error("logprobs", text + "server and trainer would round differently", advice)
 
 
-def check_defaults(asked: Asked) -> Iterator[Finding]:
+def check_teacher(requested: RequestedRun) -> Iterator[Finding]:
+    """Check that the teacher's server can score what is sampled, and reports the logprobs of its own distribution."""
+    server = requested.teacher_server
+    if server is None:
+        return
+    if server.logprobs_mode not in (LOGPROBS_MODE, "raw_logprobs"):
+        text = f"{TEACHER_SERVER}.logprobs_mode {server.logprobs_mode}: its values are logits, not logprobs"
+        yield error("logprobs", text, f"leave it out; the default is {LOGPROBS_MODE}")
+    longest = server.max_model_len
+    if longest is not None and longest < requested.config.seq_len:
+        text = f"{TEACHER_SERVER}.max_model_len {longest} is shorter than trainer.seq_len {requested.config.seq_len}"
+        text += ": longer rollouts are trained without the teacher"
+        yield error("lengths", text, f"leave {TEACHER_SERVER}.max_model_len out")
+
+
+def check_defaults(requested: RequestedRun) -> Iterator[Finding]:
     """Check for sampling defaults that a server applies to requests which do not name a value."""
-    if asked.server is not None:
-        own = _as_mapping(asked.server_extras.get("override_generation_config"))
+    if requested.server is not None:
+        own = _as_mapping(requested.server_extras.get("override_generation_config"))
         for name, value in _changing(own):
             text = f"vllm.override_generation_config sets {name} {value} for requests to /v1 that do not name it"
             yield warning("sampling", text, "leave it out: such a request is not sampled from the trained policy")
         return
-    if asked.model is not None:
-        for name, value in _changing(asked.model.generation_config):
+    if requested.model is not None:
+        for name, value in _changing(requested.model.generation_config):
             text = f"generation_config.json sets {name} {value}; a stock vLLM applies it where a request names none"
             yield warning("sampling", text, "start the servers elsewhere with --generation-config vllm")
 
@@ -179,22 +198,25 @@ def _as_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def check_server_keys(asked: Asked) -> Iterator[Finding]:
-    """Check for misspelt options of the server: those that neither it nor the installed vLLM has."""
+def check_server_keys(requested: RequestedRun) -> Iterator[Finding]:
+    """Check for misspelt options of a server: those that neither it nor the installed vLLM has."""
     spec = util.find_spec("vllm")
-    if spec is None or spec.origin is None or not asked.server_extras:
+    keys = [("vllm", key) for key in requested.server_extras] + [
+        (TEACHER_SERVER, key) for key in requested.teacher_extras
+    ]
+    if spec is None or spec.origin is None or not keys:
         return
     folder = Path(spec.origin).parent
     texts = [path.read_text(encoding="utf-8") for name in KEYS_OF_VLLM if (path := folder / name).is_file()]
     if not texts:
         return
     words = set(" ".join(texts).replace("-", "_").translate(_SEPARATORS).split())
-    for key in asked.server_extras:
+    for section, key in keys:
         name = key.partition(".")[0].removeprefix("no_")
         likely = difflib.get_close_matches(name, [*ServerConfig.model_fields, *words], n=1, cutoff=CLOSE)
         if name not in words:
             guess = f"did you mean {likely[0]}? " if likely else ""
-            text = f"vllm.{key}: neither our server nor the installed vLLM has this option"
+            text = f"{section}.{key}: neither our server nor the installed vLLM has this option"
             yield error("server", text, f"{guess}correct the name, or leave it out")
 
 

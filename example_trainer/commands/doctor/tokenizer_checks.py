@@ -10,18 +10,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from example_trainer.commands.doctor.asked import Asked, Environment
 from example_trainer.commands.doctor.findings import Finding, error, warning
 from example_trainer.commands.doctor.model_files import ModelFiles, token_ids
+from example_trainer.commands.doctor.requested_run import Environment, RequestedRun
 from example_trainer.launcher.teacher import TEACHER
 
 PROBE = "What is 12 + 30? It is 42.\n  def f(x): return x\n\tÄpfel, 数学 🙂"
 """A text that tokenizers of different families split differently."""
 
 
-def check_tokenizer(asked: Asked) -> Iterator[Finding]:
+def check_tokenizer(requested: RequestedRun) -> Iterator[Finding]:
     """Check that the tokenizer is there, can be loaded and fits the model's embedding."""
-    model = asked.model
+    model = requested.model
     if model is None:
         return
     if not model.has_tokenizer and model.hub_name is None:
@@ -39,16 +39,18 @@ def check_tokenizer(asked: Asked) -> Iterator[Finding]:
             yield error("tokenizer", text, advice)
 
 
-def check_other_tokenizers(asked: Asked) -> Iterator[Finding]:
+def check_other_tokenizers(requested: RequestedRun) -> Iterator[Finding]:
     """Check that environments and server use the model's tokenizer, where they name one of their own."""
-    model = asked.model
+    model = requested.model
     if model is None:
         return
-    named = [(f"env.tokenizer_name of {each.name}", name) for each in asked.environments if (name := _named_by(each))]
-    if asked.server is not None and asked.server.tokenizer is not None:
-        named.append(("vllm.tokenizer", asked.server.tokenizer))
+    named = [
+        (f"env.tokenizer_name of {each.name}", name) for each in requested.environments if (name := _named_by(each))
+    ]
+    if requested.server is not None and requested.server.tokenizer is not None:
+        named.append(("vllm.tokenizer", requested.server.tokenizer))
     for setting, name in named:
-        if name in {str(model.folder), asked.config.model_name}:
+        if name in {str(model.folder), requested.config.model_name}:
             continue
         advice = f"leave {setting.partition(' ')[0]} out: the model's own is used"
         if not Path(name).is_dir():
@@ -59,10 +61,10 @@ def check_other_tokenizers(asked: Asked) -> Iterator[Finding]:
             yield error("tokenizer", f"{setting} {name} is not the tokenizer of the model: {difference}", advice)
 
 
-def check_teachers_vocabulary(asked: Asked) -> Iterator[Finding]:
+def check_teachers_vocabulary(requested: RequestedRun) -> Iterator[Finding]:
     """Check that the run's own teacher has the model's vocabulary, which its environment compares at the start."""
-    model, teacher = asked.model, asked.teacher
-    if model is None or teacher is None or "tokenizer_name" in asked.settings.section(TEACHER):
+    model, teacher = requested.model, requested.teacher
+    if model is None or teacher is None or "tokenizer_name" in requested.settings.section(TEACHER):
         return
     if model.vocabulary and teacher.vocabulary and model.vocabulary != teacher.vocabulary:
         text = (
@@ -91,9 +93,9 @@ def _difference(other: ModelFiles, model: ModelFiles) -> str | None:
     return f"it splits {PROBE[:16]!r}... into other tokens" if split else None
 
 
-def check_chat_template(asked: Asked) -> Iterator[Finding]:
+def check_chat_template(requested: RequestedRun) -> Iterator[Finding]:
     """Check that there is a chat template that works, if an environment chats."""
-    model, chatting = asked.model, _chatting(asked)
+    model, chatting = requested.model, _chatting(requested)
     if model is None or not chatting or not model.has_tokenizer:
         return
     if model.chat_template is None:
@@ -110,23 +112,23 @@ def check_chat_template(asked: Asked) -> Iterator[Finding]:
         yield error("chat template", f"the chat template of {model.folder} fails: {failure}", advice)
 
 
-def _chatting(asked: Asked) -> list[Environment]:
-    return [each for each in asked.environments if each.facts and each.facts["chats"]]
+def _chatting(requested: RequestedRun) -> list[Environment]:
+    return [each for each in requested.environments if each.facts and each.facts["chats"]]
 
 
-def check_end_of_turn(asked: Asked) -> Iterator[Finding]:
+def check_end_of_turn(requested: RequestedRun) -> Iterator[Finding]:
     """Check that answers end: the end token exists, both programs know it, and the chat template ends turns with it."""
-    model = asked.model
+    model = requested.model
     if model is None or not model.vocabulary:
         return
     eos = model.special_token("eos")
     described = token_ids(model.text_config.get("eos_token_id"))
     generated = token_ids(model.generation_config.get("eos_token_id")) or described
     if eos is None and generated:  # a tokenizer class may bring its own, as GPT-2's does
-        yield from _check_turn(asked, model, ends=generated)
+        yield from _check_turn(requested, model, ends=generated)
         return
     if eos is None or eos not in model.vocabulary:
-        shown = "names no eos_token" if eos is None else f"has eos_token {eos!r}, which is no token of its vocabulary"
+        shown = "names no eos_token" if eos is None else f"has eos_token {eos!r}, which is not in its vocabulary"
         text = f"{model.folder / 'tokenizer_config.json'} {shown}, so no answer ends by itself"
         yield error("end of turn", text, "set eos_token to the token that ends an answer, <|im_end|> for instance")
         return
@@ -136,12 +138,12 @@ def check_end_of_turn(asked: Asked) -> Iterator[Finding]:
         text = f"the tokenizer's eos_token {eos!r} is {index}; config.json and generation_config.json end at {shown}"
         advice = f"set eos_token_id to {index} in generation_config.json, or correct tokenizer_config.json"
         yield error("end of turn", text, advice)
-    yield from _check_turn(asked, model, ends=generated | {index})
+    yield from _check_turn(requested, model, ends=generated | {index})
 
 
-def _check_turn(asked: Asked, model: ModelFiles, *, ends: frozenset[int]) -> Iterator[Finding]:
+def _check_turn(requested: RequestedRun, model: ModelFiles, *, ends: frozenset[int]) -> Iterator[Finding]:
     """Check the token that the chat template writes after an answer."""
-    chatting = _chatting(asked)
+    chatting = _chatting(requested)
     written = next((each.facts["after_answer"] for each in chatting if each.facts), None)
     if model.tokenizer is None or written is None:
         return

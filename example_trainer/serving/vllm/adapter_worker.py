@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
@@ -38,24 +39,64 @@ class KeptAdapters:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The place of one adapter tensor: a stacked buffer `[slots, 1, rows, columns]` and the scale applied to it."""
+class AdapterBuffer:
+    """vLLM's buffer of one adapter tensor, `[slots, 1, rows, columns]`, and the scale applied to the tensor.
 
-    buffer: torch.Tensor
+    `module` is vLLM's layer, and `index` the number of the buffer among the layer's. With tensor parallelism the buffer
+    takes a part of the tensor.
+    """
+
+    module: Any
+    index: int
     scale: float
     is_a: bool
 
-    def slot(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        rows, columns = tensor.shape
-        return self.buffer[index, 0, :rows, :columns]
+    @property
+    def stacked(self) -> torch.Tensor:
+        buffers = self.module.lora_a_stacked if self.is_a else self.module.lora_b_stacked
+        found: torch.Tensor = buffers[self.index]
+        return found
+
+    def own_part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of a tensor that vLLM gives to this rank."""
+        if self._ranks == 1:
+            return tensor
+        cut = self.module.slice_lora_a if self.is_a else self.module.slice_lora_b
+        buffers = len(self.module.lora_a_stacked)
+        if buffers == 1:
+            whole: torch.Tensor = cut(tensor)
+            return whole
+        given: list[torch.Tensor | None] = [None] * buffers
+        given[self.index] = tensor
+        parts: list[torch.Tensor] = cut(given)
+        return parts[self.index]
+
+    def slot(self, number: int, part: torch.Tensor) -> torch.Tensor:
+        rows, columns = part.shape
+        return self.stacked[number, 0, :rows, :columns]
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Return True if the side given by the model has its size, and the rank is not above the largest."""
-        rows, columns = self.buffer.shape[-2:]
+        rows, columns = self.stacked.shape[-2:]
         if tensor.ndim != 2:
             return False
-        given, rank = (tensor.shape[1], tensor.shape[0]) if self.is_a else (tensor.shape[0], tensor.shape[1])
-        return bool(given == (columns if self.is_a else rows) and rank <= (rows if self.is_a else columns))
+        part = self.own_part(tensor)
+        given, rank = (part.shape[1], part.shape[0]) if self.is_a else (part.shape[0], part.shape[1])
+        fits_here = given == (columns if self.is_a else rows) and rank <= (rows if self.is_a else columns)
+        return bool(fits_here and self._ends_here(tensor))
+
+    def _ends_here(self, tensor: torch.Tensor) -> bool:
+        """Return False on the last rank if vLLM's cut into ranks leaves out the last rows or columns of the tensor."""
+        if self._ranks == 1 or self.module.tp_rank != self._ranks - 1:
+            return True
+        side = 1 if self.is_a else 0
+        positions = torch.arange(tensor.shape[side])
+        grid = (positions[None] if self.is_a else positions[:, None]).expand(tensor.shape)
+        return int(self.own_part(grid).max()) == tensor.shape[side] - 1
+
+    @property
+    def _ranks(self) -> int:
+        return int(getattr(self.module, "tp_size", 1))
 
 
 def install() -> None:
@@ -87,9 +128,14 @@ def kept_by(manager: Any) -> KeptAdapters:
 
 
 class AdapterWorker:
-    """Methods that the API process calls by name through `collective_rpc`; replies are JSON text."""
+    """Methods that the API process calls by name through `atropos_call`; replies are JSON text."""
 
     model_runner: Any
+
+    def atropos_load_adapter(self, name: str, number: int, path: str) -> str:
+        """Load an adapter from a directory into a slot."""
+        self.model_runner.add_lora(LoRARequest(name, number, path))
+        return json.dumps({})
 
     def atropos_add_adapter(self, name: str, number: int, path: str, payload: bytes) -> str:
         """Load a sent adapter into a slot and compare the slot with the sent tensors.
@@ -159,37 +205,44 @@ def _check_slot(manager: Any, number: int, payload: AdapterPayload) -> str:
 
 
 def misplaced(manager: Any, number: int, payload: AdapterPayload) -> list[str]:
-    """Return the tensors of the payload for which the slot in vLLM's buffers holds other values."""
+    """Return the tensors of the payload for which the slot in vLLM's buffers holds other values.
+
+    The outcome of all comparisons is read at once: on a GPU each read waits for the stream that decodes, and there are
+    about 400 tensors.
+    """
     inner = manager._adapter_manager  # noqa: SLF001  vLLM offers no view of its slots
     index = inner.lora_index_to_id.index(number)
     helper = PEFTHelper.from_dict(payload.config)
-    wrong = []
-    for name, place, tensor in _placed(manager, helper, payload.tensors()):
-        expected = tensor.to(manager.lora_config.lora_dtype)
-        if place.scale != 1.0:
-            expected = expected * place.scale
-        found = place.slot(index, tensor)
-        if not torch.equal(found, expected.to(device=found.device, dtype=found.dtype)):
-            wrong.append(name)
-    return wrong
+    names, differences = [], []
+    for name, buffer, tensor in _with_buffers(manager, helper, payload.tensors()):
+        part = buffer.own_part(tensor)
+        expected = part.to(manager.lora_config.lora_dtype)
+        if buffer.scale != 1.0:
+            expected = expected * buffer.scale
+        found = buffer.slot(index, part)
+        names.append(name)
+        differences.append((found != expected.to(device=found.device, dtype=found.dtype)).any())
+    return list(compress(names, torch.stack(differences).tolist())) if differences else []
 
 
 def _check(manager: Any, helper: PEFTHelper, tensors: Tensors) -> None:
     seen: dict[str, set[bool]] = {}
-    for name, place, tensor in _placed(manager, helper, tensors):
-        if not place.fits(tensor):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, its buffer {tuple(place.buffer.shape[2:])}")
+    for name, buffer, tensor in _with_buffers(manager, helper, tensors):
+        if not buffer.fits(tensor):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, its buffer {tuple(buffer.stacked.shape[2:])}")
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{name} holds values that are not finite")
-        seen.setdefault(parse_fine_tuned_lora_name(name)[0], set()).add(place.is_a)
+        seen.setdefault(parse_fine_tuned_lora_name(name)[0], set()).add(buffer.is_a)
     if unpaired := [module for module, halves in seen.items() if len(halves) != 2]:
         raise ValueError(f"{unpaired[0]} has only one of lora_A and lora_B")
     if not seen:
         raise ValueError("the adapter holds no tensors")
 
 
-def _placed(manager: Any, helper: PEFTHelper, tensors: Tensors) -> Iterator[tuple[str, Place, torch.Tensor]]:
-    """Yield each tensor with its place; raise `ValueError` for a module that takes no adapter."""
+def _with_buffers(
+    manager: Any, helper: PEFTHelper, tensors: Tensors
+) -> Iterator[tuple[str, AdapterBuffer, torch.Tensor]]:
+    """Yield each tensor with its buffer; raise `ValueError` for a module that takes no adapter."""
     inner = manager._adapter_manager  # noqa: SLF001
     slices = {part: (packed, i) for packed, parts in inner.packed_modules.items() for i, part in enumerate(parts)}
     for name, tensor in tensors.items():
@@ -198,9 +251,8 @@ def _placed(manager: Any, helper: PEFTHelper, tensors: Tensors) -> Iterator[tupl
         module = inner.modules.get(packed)
         if module is None:
             raise ValueError(f"{name}: this model supports no adapter there, only for {_supported_modules(inner)}")
-        buffer = (module.lora_a_stacked if is_a else module.lora_b_stacked)[index]
         scale = 1.0 if is_a else helper.get_rank_and_scaling(parse_fine_tuned_lora_name(name)[0])[1]
-        yield name, Place(buffer, scale, is_a), tensor
+        yield name, AdapterBuffer(module, index, scale, is_a), tensor
 
 
 def _supported_modules(inner: Any) -> str:

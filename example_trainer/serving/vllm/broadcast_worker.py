@@ -1,10 +1,11 @@
 """A mixin for vLLM's worker: it receives weights over a process group, first apart, then loads them into the model.
 
 Received weights are not loaded until every server has reported the same checksum, so that an interrupted broadcast
-changes nothing. vLLM's own loading is used, which knows how it fuses and splits; it happens inside the fence of a
-publish, and a copy of the previous weights is kept until that publish has ended, so that all servers can return to them
-together. Joining and receiving wait for the trainer and for every other server, any of which may be killed meanwhile,
-so both run in a thread of their own and the engine continues decoding under the old weights.
+changes nothing. vLLM's own loading is used, which knows how it fuses and splits: each worker of a server receives whole
+tensors and loads its part of them. It happens inside the fence of a publish, and a copy of the previous weights is kept
+until that publish has ended, so that all servers can return to them together. Joining and receiving wait for the
+trainer and for every other server, any of which may be killed meanwhile, so both run in a thread of their own, on a GPU
+with a stream of its own, and the engine continues decoding under the old weights.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 
 import torch
 
-from example_trainer.weight_protocol.transfer import BroadcastGroup, Rendezvous
+from example_trainer.weight_protocol.broadcast_group import BroadcastGroup, Rendezvous, gpu_uuid
+from example_trainer.weight_protocol.buckets import Bucket, TensorEntry
 
 
 class BroadcastReceiver:
@@ -29,18 +31,22 @@ class BroadcastReceiver:
         self.aside: dict[str, torch.Tensor] = {}
         self.before: dict[torch.Tensor, torch.Tensor] = {}
         """The model's own tensors, each with a copy in host memory, until the publish has ended or been undone."""
+        self._device = device
         self._group: BroadcastGroup | None = None
+        self._left = False
+        """True once the membership has ended: a join that ends later leaves at once."""
+        self._changing = threading.Lock()
         self._report: dict[str, Any] | None = None
         self._error: Exception | None = None
-        self._start(lambda: self._join(rendezvous, device))
+        self._start(lambda: self._join(rendezvous))
 
-    def receive(self, transfer_id: str, described: dict[str, tuple[list[int], str]], model: torch.nn.Module) -> None:
+    def receive(self, transfer_id: str, buckets: list[Bucket], model: torch.nn.Module) -> None:
         """Begin to receive one set of weights, and to copy those that the model has now."""
         if self._group is None:
             raise RuntimeError("no broadcast group has been joined")
         self.forget()
         self.transfer_id = transfer_id
-        self._start(lambda: self._receive(described, model))
+        self._start(lambda: self._receive(buckets, model))
 
     def progress(self) -> dict[str, Any]:
         """Return `{"running": true}`, or the result of the exchange; raise the error that ended it."""
@@ -54,8 +60,10 @@ class BroadcastReceiver:
 
     def leave(self) -> None:
         """End the membership; an exchange that is still waiting fails by itself and has no effect."""
+        with self._changing:
+            self._left = True
+            group, self._group = self._group, None
         self.forget()
-        group, self._group = self._group, None
         if group is not None:
             group.close()
 
@@ -64,6 +72,8 @@ class BroadcastReceiver:
 
         def run() -> None:
             try:
+                if self._device.type == "cuda":
+                    torch.cuda.set_device(self._device)  # a new thread begins on the first GPU
                 self._report = exchange()
             except Exception as error:  # noqa: BLE001 - `progress` raises it
                 self._error = error
@@ -71,16 +81,40 @@ class BroadcastReceiver:
 
         threading.Thread(target=run, name="broadcast", daemon=True).start()
 
-    def _join(self, rendezvous: Rendezvous, device: torch.device) -> dict[str, Any]:
-        self._group = BroadcastGroup.join(rendezvous, device)
-        return {"rank": rendezvous.rank}
+    def _join(self, rendezvous: Rendezvous) -> dict[str, Any]:
+        group = BroadcastGroup.join(rendezvous, self._device)
+        with self._changing:
+            if not self._left:
+                self._group = group
+                return {"rank": rendezvous.rank, "gpu": gpu_uuid(self._device)}
+        group.close()
+        raise RuntimeError("the group was left while its members joined")
 
-    def _receive(self, described: dict[str, tuple[list[int], str]], model: torch.nn.Module) -> dict[str, Any]:
+    def _receive(self, buckets: list[Bucket], model: torch.nn.Module) -> dict[str, Any]:
         assert self._group is not None
-        arrived, digest = self._group.receive(described)
-        self.before = {tensor: tensor.detach().to("cpu", copy=True) for tensor in own_tensors(model)}
-        self.aside = arrived
+        arrived, digest = self._group.receive(buckets)
+        before = copied_to_host(own_tensors(model), self._device)
+        with self._changing:
+            if self._left:
+                raise RuntimeError("the group was left while weights were received")
+            self.before, self.aside = before, arrived
         return {"digest": digest}
+
+
+def copied_to_host(tensors: list[torch.Tensor], device: torch.device) -> dict[torch.Tensor, torch.Tensor]:
+    """Return a copy of each tensor in host memory; a GPU makes it in a stream that decoding does not wait for."""
+    if device.type != "cuda":
+        return {tensor: tensor.detach().clone() for tensor in tensors}
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
+    with torch.cuda.stream(stream):
+        copies = {
+            tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+                tensor.detach(), non_blocking=True
+            )
+            for tensor in tensors
+        }
+    stream.synchronize()
+    return copies
 
 
 def own_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -93,27 +127,33 @@ class BroadcastWorker:
 
     model_runner: Any
     device: torch.device
+    rank: int
+    """Number of this worker among the server's."""
     _atropos_reception: BroadcastReceiver | None = None
 
     def atropos_join_broadcast(
         self, group_id: str, address: str, port: int, rank: int, world_size: int, backend: Any
     ) -> str:
-        """Begin to join the trainer and the other servers, once; weights received in an earlier group are discarded."""
+        """Begin to join the trainer and the other servers, once; weights received in an earlier group are discarded.
+
+        `rank` is that of this server's first worker.
+        """
         if self._atropos_reception is None or self._atropos_reception.group_id != group_id:
             self.atropos_leave_broadcast()
-            place = Rendezvous(address, port, rank, world_size, backend)
+            place = Rendezvous(address, port, rank + self.rank, world_size, backend)
             self._atropos_reception = BroadcastReceiver(group_id, place, self.device)
         return json.dumps({})
 
-    def atropos_receive_broadcast(self, transfer_id: str, described: dict[str, tuple[list[int], str]]) -> str:
+    def atropos_receive_broadcast(self, transfer_id: str, layouts: list[list[TensorEntry]]) -> str:
         """Begin to receive one set of weights without loading them, once."""
         reception = self._joined()
         if reception.transfer_id != transfer_id:
-            reception.receive(transfer_id, described, self.model_runner.model)
+            buckets = [Bucket(tuple((name, list(shape), dtype) for name, shape, dtype in each)) for each in layouts]
+            reception.receive(transfer_id, buckets, self.model_runner.model)
         return json.dumps({})
 
     def atropos_broadcast_progress(self) -> str:
-        """Return the progress of the exchange; at its end the rank, or the checksum of the received weights."""
+        """Return the progress of the exchange; at its end the rank and GPU, or the checksum of what was received."""
         return json.dumps(self._joined().progress())
 
     def atropos_leave_broadcast(self) -> str:

@@ -2,13 +2,6 @@
 
 vLLM does not promise to keep them. `check_internals` looks up each one, so that a new release that moved one is
 reported in a line naming it, not by an obscure failure in the middle of a run.
-
-It also finds out why an engine process failed: vLLM writes the engine's exception only to the log, so each of vLLM's
-processes writes the exception that ended it to a file that the server has named, and the server's own error line
-reports it. And it lets no process of the server outlive it: vLLM's engine core does not watch its parent and would keep
-its memory and port for ever, so the kernel kills each child when its parent ends, even by SIGKILL. vLLM calls
-`register` in each of its processes (entry point group `vllm.general_plugins`); the forked engine core calls
-`die_with_parent` itself.
 """
 
 from __future__ import annotations
@@ -31,7 +24,7 @@ _BLACKWELL = 10  # compute capability
 ENTRY_MODULE = "vllm.entrypoints.launchers.api_server.entry"
 
 
-class MortalForkProcess(ForkProcess):
+class DieWithParentProcess(ForkProcess):
     """A forked child that the kernel kills when its parent ends."""
 
     def start(self) -> None:
@@ -44,10 +37,10 @@ class MortalForkProcess(ForkProcess):
         super().run()
 
 
-class MortalForkContext(ForkContext):
-    """The fork start method with `MortalForkProcess`."""
+class DieWithParentContext(ForkContext):
+    """The fork start method with `DieWithParentProcess`."""
 
-    Process = MortalForkProcess
+    Process = DieWithParentProcess
 
 
 def on_cpu() -> bool:
@@ -82,6 +75,8 @@ def check_internals() -> None:
         "vllm.v1.engine.input_processor": ("InputProcessor.process_inputs",),
         "vllm.outputs": ("WeightVersionSpan",),
         "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
+        "vllm.model_executor.layers.logits_processor": ("LogitsProcessor._apply_head",),
+        "vllm.config": ("ModelConfig.head_dtype",),
     }
     for module_name, names in needed.items():
         found: Any = importlib.import_module(module_name)
@@ -99,7 +94,7 @@ def fork_engine_core() -> None:
     vLLM insists on `spawn` for CPUs. Forking is safe: torch's thread pool has not been used here yet, and with one
     thread it never will be.
     """
-    context = MortalForkContext()
+    context = DieWithParentContext()
     modules: list[Any] = list(sys.modules.values())
     for module in modules:
         if getattr(module, "__name__", "").startswith("vllm.") and hasattr(module, "get_mp_context"):

@@ -1,15 +1,16 @@
 """Additions to vLLM's engine core for a publish, because only its scheduler has the exact numbers.
 
 Pausing, counting the tokens that a pause discards and that are computed again, stamping the version and resuming: each
-is one call from the API process. The methods are added to vLLM's `EngineCore` in the process that runs it, by importing
-the worker extension there (or before the fork), and are called through `call_utility_async`.
+is one call from the API process. The methods are added to vLLM's `EngineCore` in the process that runs it, whichever
+processes the workers run in: by the server before it forks that process, else by vLLM's plugins there
+(`failure_cause.register`). They are called through `call_utility_async`.
 
-Tokens of a request that is answered only at its end are sent to the API process at its end (`HeldOutputs`). vLLM sends
+Tokens of a request that is answered only at its end are sent to the API process at its end (`OutputBuffer`). vLLM sends
 each token of each request in every step, which on cores shared with the decoding costs as much as a good part of the
-decoding. A pause sends the held tokens, because a message has one weight version. vLLM's logprob rows are as wide as
-the widest request of a step wants them, so one request's rows change their width with the other requests. Each is cut
-to the width its own request asked for before it is held; rows of two widths cannot be joined, and an exception here
-ends the engine.
+decoding. A pause sends the buffered tokens, because a message has one weight version. vLLM's logprob rows are as wide
+as the widest request of a step wants them, so one request's rows change their width with the other requests. Each is
+cut to the width its own request asked for before it is buffered; rows of two widths cannot be joined, and an exception
+here ends the engine.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from example_trainer.serving.vllm.patches import install_grammar_libraries
+
 
 @dataclass(slots=True)
-class Held:
+class BufferedOutputs:
     """The outputs of one request since the last one sent, in order.
 
     `columns` is the width of its own logprob rows, None if it asked for none.
@@ -37,42 +40,42 @@ class Held:
         self.outputs.append(output)
 
 
-class HeldOutputs:
-    """The held outputs of one scheduler's requests."""
+class OutputBuffer:
+    """The buffered outputs of one scheduler's requests."""
 
     def __init__(self) -> None:
-        self._held: dict[str, Held] = {}
+        self._buffered: dict[str, BufferedOutputs] = {}
 
     def pass_on(self, scheduler: Any, outputs: list[Any]) -> list[Any]:
-        """Return those of a step's outputs that are sent now, each merged with the held ones of its request."""
-        return [sent for output in outputs if (sent := self._hold_or_merge(scheduler, output)) is not None]
+        """Return those of a step's outputs that are sent now, each merged with the buffered ones of its request."""
+        return [sent for output in outputs if (sent := self._buffer_or_merge(scheduler, output)) is not None]
 
     def forget(self, request_id: str) -> None:
-        self._held.pop(request_id, None)
+        self._buffered.pop(request_id, None)
 
     def take_all(self) -> dict[int, list[Any]]:
-        """Return everything held, by client, merged; nothing is held after that."""
+        """Return everything buffered, by client, merged; the buffer is empty after that."""
         taken: dict[int, list[Any]] = {}
-        for held in self._held.values():
-            taken.setdefault(held.client_index, []).append(merge(held.outputs))
-        self._held.clear()
+        for buffered in self._buffered.values():
+            taken.setdefault(buffered.client_index, []).append(merge(buffered.outputs))
+        self._buffered.clear()
         return taken
 
-    def _hold_or_merge(self, scheduler: Any, output: Any) -> Any:
-        held = self._held.get(output.request_id)
+    def _buffer_or_merge(self, scheduler: Any, output: Any) -> Any:
+        buffered = self._buffered.get(output.request_id)
         if output.finish_reason is not None:
-            if held is None:
+            if buffered is None:
                 return output
-            del self._held[output.request_id]
-            held.add(output)
-            return merge(held.outputs)
-        if held is None:
+            del self._buffered[output.request_id]
+            buffered.add(output)
+            return merge(buffered.outputs)
+        if buffered is None:
             request = scheduler.requests.get(output.request_id)
             if request is None or not (is_plain(output) and may_wait(request.sampling_params)):
                 return output
             columns = logprob_columns(request.sampling_params)
-            held = self._held[output.request_id] = Held(request.client_index, columns)
-        held.add(output)
+            buffered = self._buffered[output.request_id] = BufferedOutputs(request.client_index, columns)
+        buffered.add(output)
         return None
 
 
@@ -143,7 +146,7 @@ class Tally:
     recomputed_tokens: int = 0
     prefix_hit_tokens: int = 0
     discarded_by_request: dict[str, int] = field(default_factory=dict)
-    held: HeldOutputs = field(default_factory=HeldOutputs)
+    buffer: OutputBuffer = field(default_factory=OutputBuffer)
 
     def as_reply(self, **more: int) -> dict[str, int]:
         return {
@@ -154,10 +157,11 @@ class Tally:
 
 
 def install() -> None:
-    """Add the methods to vLLM's classes, once per process."""
+    """Add the methods to vLLM's classes, and the corrections of what runs beside them, once per process."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
+    install_grammar_libraries()
     if hasattr(EngineCore, _INSTALLED):
         return
     setattr(EngineCore, _INSTALLED, True)
@@ -197,7 +201,7 @@ def _answer_after_pause(core: Any, discard: bool, answer: Future[dict[str, int]]
 def _after_pause(core: Any, discard: bool) -> dict[str, int]:
     scheduler = core.scheduler
     tally = tally_of(scheduler)
-    _send_held(core, tally)
+    _send_buffered(core, tally)
     paused = sum(scheduler.get_request_counts())
     discarded = 0
     if discard:
@@ -210,24 +214,33 @@ def _after_pause(core: Any, discard: bool) -> dict[str, int]:
     return tally.as_reply(paused_requests=paused, discarded_tokens=discarded)
 
 
-def _send_held(core: Any, tally: Tally) -> None:
+def _send_buffered(core: Any, tally: Tally) -> None:
     """Send the tokens sampled before a pause under the version they were sampled with."""
     from vllm.v1.engine import EngineCoreOutputs
 
     version = core.get_weight_version()
-    for client_index, outputs in tally.held.take_all().items():
+    for client_index, outputs in tally.buffer.take_all().items():
         core.output_queue.put_nowait((client_index, EngineCoreOutputs(outputs=outputs, weight_version=version)))
 
 
 def _count_computed(scheduler: Any) -> int:
-    """Return the number of tokens whose KV running requests hold, counting a block shared by several once."""
-    size = scheduler.block_size
+    """Return the number of tokens whose KV running requests hold, counting a block shared by several once.
+
+    Layers with a window or a state keep less than the others, so the group of layers that holds the most is counted.
+    """
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    return max((_count_in_group(scheduler, index) for index in range(len(groups))), default=0)
+
+
+def _count_in_group(scheduler: Any, group: int) -> int:
+    manager = scheduler.kv_cache_manager
+    size = scheduler.kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+    empty = manager.block_pool.null_block.block_id
     filled: dict[int, int] = {}
     for request in scheduler.running:
-        blocks = scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-        for index, block in enumerate(blocks):
+        for index, block in enumerate(manager.get_block_ids(request.request_id)[group]):
             tokens = min(size, request.num_computed_tokens - index * size)
-            if tokens > 0:
+            if tokens > 0 and block != empty:
                 filled[block] = max(filled.get(block, 0), tokens)
     return sum(filled.values())
 
@@ -245,7 +258,10 @@ def _counters(core: Any) -> dict[str, int]:
     tally = tally_of(core.scheduler)
     running, waiting = core.scheduler.get_request_counts()
     return tally.as_reply(
-        prefix_hit_tokens_total=tally.prefix_hit_tokens, requests_running=running, requests_waiting=waiting
+        prefix_hit_tokens_total=tally.prefix_hit_tokens,
+        requests_running=running,
+        requests_waiting=waiting,
+        kv_used_per_mille=round(1000 * core.scheduler.kv_cache_manager.usage),
     )
 
 
@@ -256,15 +272,27 @@ def _counting_schedule(schedule: Any) -> Any:
         plan = schedule(scheduler, *args, **kwargs)
         tally = tally_of(scheduler)
         if plan.scheduled_new_reqs:
-            tally.prefix_hit_tokens += sum(request.num_computed_tokens for request in plan.scheduled_new_reqs)
+            tally.prefix_hit_tokens += _count_prefix_hits(scheduler, plan)
         for request_id in plan.finished_req_ids:
             tally.discarded_by_request.pop(request_id, None)
-            tally.held.forget(request_id)
+            tally.buffer.forget(request_id)
         if tally.discarded_by_request:
             _note_recomputed(scheduler, tally, plan)
         return plan
 
     return counting
+
+
+def _count_prefix_hits(scheduler: Any, plan: Any) -> int:
+    """Return the tokens of new requests that were found in the prefix cache.
+
+    vLLM's second model runner lists a request as new again each time it resumes; its tokens were counted before.
+    """
+    return sum(
+        data.num_computed_tokens
+        for data in plan.scheduled_new_reqs
+        if scheduler.requests[data.req_id].num_preemptions == 0
+    )
 
 
 def _note_recomputed(scheduler: Any, tally: Tally, plan: Any) -> None:
@@ -286,7 +314,7 @@ def _counting_update(update: Any) -> Any:
         tally = tally_of(scheduler)
         for client_index, client in list(outputs.items()):
             tally.generated_tokens += sum(len(output.new_token_ids) for output in client.outputs)
-            client.outputs = tally.held.pass_on(scheduler, client.outputs)
+            client.outputs = tally.buffer.pass_on(scheduler, client.outputs)
             if not (client.outputs or client.scheduler_stats or client.finished_requests):
                 del outputs[client_index]  # an empty message would wake the other process for nothing
         return outputs

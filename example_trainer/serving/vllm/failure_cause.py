@@ -1,10 +1,11 @@
-"""The end of a process of the server: its fatal error is recorded, and it ends with its parent.
+"""The plugin of vLLM's processes: each records its fatal error, ends with its parent, and gets the server's additions.
 
 vLLM writes an engine's exception only to the log, so each of vLLM's processes writes the exception that ended it to a
 file that the server has named, and the server's own error line reports it. vLLM's engine core does not watch its parent
 and would keep its memory and port for ever, so the kernel kills each child when its parent ends, even by SIGKILL. vLLM
-calls `register` in each of its processes (entry point group `vllm.general_plugins`), so this module stays small and
-imports no vLLM; the forked engine core calls `die_with_parent` itself.
+calls `register` in each process that it starts (entry point group `vllm.general_plugins`), so this module stays small
+and imports vLLM only where the additions to its engine core are installed: in a process of the server's own. A forked
+process inherits them and calls no plugin again; it calls `die_with_parent` itself.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 _LONGEST = 500
 
 
-class _Note(logging.Filter):
-    """Writes the exception of each error that is logged with one to a file, and lets all pass; the last one stays.
+class _LastErrorFilter(logging.Filter):
+    """Lets every record pass, and writes the exception of each logged error to a file, over the one before.
 
     It is not a handler, because the engine configures its logging anew, which removes handlers and keeps filters.
     """
@@ -56,8 +57,8 @@ def note_cause() -> None:
     named = os.environ.get(_VARIABLE)
     for name in _LOGGERS if named else ():
         logger = logging.getLogger(name)
-        if not any(isinstance(known, _Note) for known in logger.filters):
-            logger.addFilter(_Note(Path(named or "")))
+        if not any(isinstance(known, _LastErrorFilter) for known in logger.filters):
+            logger.addFilter(_LastErrorFilter(Path(named or "")))
 
 
 def read_cause(path: Path) -> str | None:
@@ -85,8 +86,17 @@ def one_line(text: str) -> str:
 
 
 def register() -> None:
-    """Make a child process of vLLM end with its parent and write why it ends; has no effect in the server itself."""
+    """Make a child process of vLLM end with its parent and write why it ends; has no effect in the server itself.
+
+    A child of the server that was not forked from it also gets the additions to vLLM's engine core; a forked one has
+    them from its parent.
+    """
     note_cause()
     parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid is not None:
-        die_with_parent(parent.pid)
+    if parent is None or parent.pid is None:
+        return
+    die_with_parent(parent.pid)
+    if os.environ.get(_VARIABLE):
+        from example_trainer.serving.vllm import engine_core
+
+        engine_core.install()

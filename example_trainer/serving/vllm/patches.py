@@ -1,4 +1,4 @@
-"""Corrections of four errors in vLLM, each installed once per process.
+"""Corrections of errors in vLLM and one addition, each installed once per process.
 
 `install_adapters_on_cpu`: requests without an adapter in one step with an adapter's, on a CPU. vLLM marks their rows
 with the slot -1. Its GPU kernels leave such rows out; its CPU code takes -1 for the last slot, so that a request for
@@ -8,6 +8,9 @@ the base model was computed with the adapter in that slot.
 (xgrammar, or another if that one cannot take the grammar), and then compiles all of them with the first request's
 choice, so the first request on a server decided which grammars it accepted. Here each library has its own manager. They
 write the same form of token mask, so one batch may mix them.
+
+`install_quantised_heads`: an addition, not an error: a model whose output head is quantised. vLLM refuses to compute
+such a head in another dtype than the model's, while it profiles the first batch. Here the head keeps its own product.
 
 `install_logprob_token_ids`: logprobs of named tokens for one request only. In vLLM's sampler `logprob_token_ids`
 replaces the most likely tokens by the named ones for the whole batch: another request of the step that asked for
@@ -89,6 +92,33 @@ def _manager_for(manager: Any, library: str) -> Any:
         if managers[library] is not manager:
             managers[library].backend = None
     return managers[library]
+
+
+def install_quantised_heads() -> None:
+    """Wrap vLLM's product with the output head, once per process."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    if hasattr(LogitsProcessor, _INSTALLED):
+        return
+    setattr(LogitsProcessor, _INSTALLED, True)
+    LogitsProcessor._apply_head = leaving_quantised_heads(LogitsProcessor._apply_head)  # noqa: SLF001  the seam there is
+
+
+def leaving_quantised_heads(apply: Any) -> Any:
+    """Return `apply` changed so that a quantised head is computed in the dtype of the states, as without `head_dtype`.
+
+    The processor's `head_dtype` then names that dtype, so that the worker reports what is computed.
+    """
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    @wraps(apply)
+    def applying(processor: Any, lm_head: Any, states: Any, bias: Any) -> Any:
+        if not isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod):
+            processor.head_dtype = states.dtype
+        return apply(processor, lm_head, states, bias)
+
+    return applying
 
 
 _ASKED = "atropos_most_likely"

@@ -7,32 +7,34 @@ shared tensors would have no effect.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.platforms import current_platform
 
 from example_trainer.serving.checkpoint_shapes import read_checkpoint_shapes
-from example_trainer.serving.vllm import adapter_worker, engine_core, patches
+from example_trainer.serving.vllm import adapter_worker, patches
 from example_trainer.serving.vllm.adapter_worker import AdapterWorker
 from example_trainer.serving.vllm.broadcast_worker import BroadcastWorker
 from example_trainer.serving.vllm.load_tracing import Copy, Trace, trace_load_weights
+from example_trainer.weight_protocol.checksums import combined_checksum, tensor_checksum
 from example_trainer.weight_protocol.segment import Exported, Placement, SharedSegment, make_segment
 from example_trainer.weight_protocol.shm_header import ParamMapping, Piece, SegmentHeader, SharedFile, TensorMap
 
-_CHECKSUM_SAMPLE = 8
+logger = logging.getLogger(__name__)
 
-engine_core.install()
+_CHECKSUM_SAMPLE = 8
 
 adapter_worker.install()
 
 patches.install_logprob_token_ids()
 
-patches.install_grammar_libraries()
+patches.install_quantised_heads()
 
 
 def keep_linear_weights_unpacked() -> None:
@@ -46,10 +48,30 @@ def keep_linear_weights_unpacked() -> None:
 
 
 class SharedWeightsWorker(AdapterWorker, BroadcastWorker):
-    """Methods that the API process calls by name through `collective_rpc`; replies are JSON text."""
+    """Methods that the API process calls by name through `atropos_call`; replies are JSON text."""
 
     model_runner: Any
+    reload_weights: Callable[..., None]
     device: torch.device
+    rank: int
+    """The worker's rank among those of its server; vLLM sets it."""
+
+    def atropos_call(self, method: str, *arguments: Any) -> dict[str, str | None]:
+        """Call one of the other methods, and return its reply or the text of its error.
+
+        vLLM's executor of several processes raises the first rank's error and leaves the other ranks' replies in their
+        queues, where the next call would take them for its own. So no error is raised across the processes.
+        """
+        try:
+            return {"reply": getattr(self, method)(*arguments), "error": None}
+        except Exception as error:
+            logger.debug("%s failed on rank %d", method, self.rank, exc_info=True)
+            return {"reply": None, "error": str(error) or type(error).__name__}
+
+    def atropos_reload(self, path: str) -> str:
+        """Read a checkpoint into the model, as vLLM reads it."""
+        self.reload_weights(weights_path=path)
+        return json.dumps({})
 
     def atropos_share(self, boot_id: str, model: str, revision: str | None) -> str:
         """Export the parameters and trace the checkpoint's tensors into them."""
@@ -78,18 +100,19 @@ class SharedWeightsWorker(AdapterWorker, BroadcastWorker):
             }
         )
 
+    def atropos_head_dtype(self) -> str:
+        """Return the dtype in which the output head has computed its logits; null if the model has a way of its own."""
+        modules = self.model_runner.model.modules()
+        found = {module.head_dtype for module in modules if isinstance(module, LogitsProcessor)}
+        return json.dumps(_dtype_name(found.pop()) if len(found) == 1 else None)
+
     def atropos_checksum(self) -> str:
         """Return a checksum over the shared tensors as the server sees them now, and one for each of the first few."""
         shared, segment, _ = self._atropos_shared
         segment.synchronise()
-        total = hashlib.blake2b(digest_size=16)
-        single: dict[str, str] = {}
-        for name, tensor in sorted(shared.items()):
-            digest = hashlib.blake2b(_bytes_of(tensor), digest_size=16).digest()
-            total.update(digest)
-            if len(single) < _CHECKSUM_SAMPLE:
-                single[name] = digest.hex()
-        return json.dumps({"checksum": total.hexdigest(), "per_tensor": single})
+        first = sorted(shared)[:_CHECKSUM_SAMPLE]
+        single = {name: f"{tensor_checksum(shared[name]):016x}" for name in first}
+        return json.dumps({"checksum": combined_checksum(shared), "per_tensor": single})
 
 
 def _tensors_to_share(module: torch.nn.Module, trace: Trace) -> Iterator[tuple[str, torch.Tensor]]:
@@ -129,7 +152,7 @@ def _describe_tensors(
     described: dict[str, Any] = {}
     for name, copies in trace.copies.items():
         if any(copy.target_storage not in bases for copy in copies):
-            trace.unmapped[name] = "it is loaded into memory that is no parameter of the model"
+            trace.unmapped[name] = "it is loaded into memory that is not a parameter of the model"
             continue
         dtype = bases[copies[0].target_storage][2]
         pieces = [_describe_piece(copy, *bases[copy.target_storage][:2]) for copy in copies]
@@ -166,10 +189,6 @@ def _describe_unmapped(trace: Trace, before: dict[str, tuple[int, int]], tied: d
     loaded = {copy.target_storage for copies in trace.copies.values() for copy in copies}
     found.extend(f"{name}: not in the checkpoint" for name, (storage, _) in before.items() if storage not in loaded)
     return found
-
-
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy().data
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

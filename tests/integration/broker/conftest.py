@@ -19,7 +19,7 @@ ENVIRONMENT = {"max_token_length": 64, "desired_name": "env", "weight": 1.0, "gr
 
 
 class LegacyClient:
-    """The calls of an Atropos trainer and environment, in their words."""
+    """The calls of an Atropos trainer and environment."""
 
     def __init__(self, url):
         self.url = url
@@ -38,7 +38,7 @@ class LegacyClient:
         return self.http.post("/register-env", json=ENVIRONMENT | changes).json()
 
     def start(self, **changes):
-        """A registered trainer that has polled once, so that environments may register."""
+        """Register a trainer that polls once, so that environments may register."""
         assert self.register(**changes).status_code == 200
         assert self.batch() is None
 

@@ -1,4 +1,4 @@
-"""After the end of a run, environments that stay or connect late are told to stop, or to wait for the next run."""
+"""After the end of a run, environments that stay or connect late are told to stop or to wait for the next run."""
 
 from atropos_api.client import BrokerClient
 from atropos_api.wire import EnvironmentRequest, RunRequest

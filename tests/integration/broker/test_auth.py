@@ -182,7 +182,7 @@ def test_half_a_character_in_a_body_is_refused_like_any_other_nonsense(open_door
 def test_the_token_comes_from_the_environment_where_no_flag_gives_one(monkeypatch, flags, wanted):
     served = []
     monkeypatch.setenv("ATROPOS_TOKEN", "from-the-environment")
-    monkeypatch.setattr("atropos_api.server.serve.serve", lambda config: served.append(config.token) or 0)
+    monkeypatch.setattr("atropos_api.server.serve.serve", lambda config, _logs: served.append(config.token) or 0)
     assert run(["--store", "memory", *flags]) == 0
     assert served == [wanted]
 

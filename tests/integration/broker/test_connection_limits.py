@@ -26,7 +26,7 @@ def dial(url):
 
 
 def read_to_end(connection):
-    """Everything until the broker closes; a reset is an end too."""
+    """Return everything until the broker closes the connection; a reset counts as the end."""
     received = b""
     with contextlib.suppress(ConnectionResetError):
         while chunk := connection.recv(1 << 16):
@@ -35,7 +35,7 @@ def read_to_end(connection):
 
 
 def drip(connection, piece, interval=0.1):
-    """Send `piece` again and again until the broker has closed; answers what it said."""
+    """Send `piece` again and again until the broker closes the connection; return its answer."""
     connection.settimeout(interval)
     deadline = time.monotonic() + SOON
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Groups come in one form and are asked for in another: over a socket, for both contracts, across restarts."""
+"""Groups sent in one form are delivered in another: over a socket, for both contracts, across restarts."""
 
 import gzip
 import json
@@ -63,7 +63,7 @@ def url():
 
 @pytest.fixture
 def caller(url):
-    """Each test has a run of its own, and the server is everyone's."""
+    """A caller with a run of its own, on the server of all tests."""
     caller = Caller(url)
     caller.start()
     yield caller
@@ -182,7 +182,7 @@ def test_an_atropos_trainer_gets_groups_that_came_in_columns(legacy):
 def test_the_form_of_a_group_is_remembered_over_a_restart(tmp_path):
     def serve():
         config = BrokerConfig(store=str(tmp_path))
-        return create_app(config, Broker(*open_store(str(tmp_path)), settings=config.settings()))
+        return create_app(config, Broker(*open_store(str(tmp_path)), settings=config))
 
     app = serve()
     with serve_in_thread(app) as url:

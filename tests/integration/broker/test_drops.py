@@ -1,4 +1,4 @@
-"""Dropped groups are counted by environment and reason, no matter who dropped them, and shown in every status."""
+"""Dropped groups are counted by environment and reason, and shown in every status."""
 
 import logging
 

@@ -16,8 +16,9 @@ from atropos_api.broker.counters import Counters
 from atropos_api.broker.state import EventLog
 from atropos_api.client import BrokerClient
 from atropos_api.common.identity import package_version
+from atropos_api.common.prometheus import PROCESS_METRICS
 from atropos_api.routes import ops as events_module
-from atropos_api.routes.metrics import COUNTER_HELP, DROPPED, GAUGE_HELP, PROCESS_METRICS
+from atropos_api.routes.metrics import COUNTERS, METRICS, PREFIX
 from atropos_api.store.memory import MemoryLedger
 from atropos_api.testing import make_group, make_memory_app, serve_in_thread
 from atropos_api.wire import EnvironmentRequest, PolicyUpdate, RunRequest
@@ -153,8 +154,7 @@ def test_metrics_are_explained_and_read_by_prometheus(client, url):
     assert sample.labels == {"environment": 'en"v\\\n'}
     assert values["atropos_ready"] == 1
     assert 0 <= values["atropos_trainer_quiet_seconds"] < 5
-    explained = {f"atropos_{name}" for name in (*COUNTER_HELP, *GAUGE_HELP, DROPPED)}
-    explained |= {metric.name for metric in PROCESS_METRICS}
+    explained = {f"{PREFIX}{metric.name}" for metric in METRICS} | {metric.name for metric in PROCESS_METRICS}
     assert set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE)) == explained
 
 
@@ -171,4 +171,4 @@ def test_the_process_is_measured_by_the_names_that_prometheus_clients_use(url):
 
 
 def test_every_counter_is_explained():
-    assert set(COUNTER_HELP) == set(Counters.__slots__)
+    assert set(COUNTERS) == set(Counters.__slots__)

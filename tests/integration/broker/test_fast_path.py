@@ -16,7 +16,7 @@ JSON = "Content-Type: application/json"
 
 
 class Peer:
-    """One connection that sends exactly the given bytes."""
+    """A connection that sends exactly the given bytes."""
 
     def __init__(self, url):
         host, port = url.removeprefix("http://").split(":")
@@ -42,7 +42,7 @@ class Peer:
         self.socket.sendall(b"".join(requests))
 
     def answer(self):
-        """Status, headers and body of the next answer."""
+        """Return status, headers and body of the next answer."""
         while b"\r\n\r\n" not in self._received:
             self._receive()
         head, _, self._received = self._received.partition(b"\r\n\r\n")

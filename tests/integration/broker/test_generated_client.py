@@ -12,7 +12,7 @@ from atropos_api.testing import served_broker
 GENERATOR = "openapi-python-client==0.29.1"
 SCRIPT = Path(__file__).with_name("generated_client.py")
 MODELS = 80
-"""More would mean that answers are described in place instead of by name."""
+"""Most models of the client; more would mean that answers are described in place instead of by name."""
 
 
 @pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""R24: an evaluation that needs one version asks the trainer to publish no other, and learns whether it was heeded."""
+"""R24: an evaluation that needs one version asks the trainer to publish no other, and learns whether it did."""
 
 import concurrent.futures
 import time

@@ -1,4 +1,4 @@
-"""The broker as a process: what its command line says, how it starts and ends, and what a kill costs (nothing)."""
+"""The broker as a process: its command line, how it starts and ends, and that a kill costs nothing."""
 
 import itertools
 import random
@@ -79,7 +79,7 @@ def test_the_holder_of_a_port_is_named_without_its_arguments_which_may_be_secret
 
 
 def test_a_place_that_cannot_hold_a_store_is_one_line():
-    assert "--store /dev/null: there is something that is no directory" in refuse("--port", "0", "--store", "/dev/null")
+    assert "--store /dev/null: it is not a directory" in refuse("--port", "0", "--store", "/dev/null")
 
 
 @pytest.mark.parametrize("step", ["no-such-step", "batch-kept:often"])
@@ -192,7 +192,7 @@ class Producers:
 
 
 class Trainer:
-    """Takes numbered batches and commits them; a number asked for twice has to hold the same groups."""
+    """Takes numbered batches and commits them; a number that is requested twice must have the same groups."""
 
     def __init__(self, url):
         self.batches = {}

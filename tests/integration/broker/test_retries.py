@@ -1,4 +1,4 @@
-"""Submissions without a key, over real sockets: what a repeat is, and what is not."""
+"""Submissions without a key, over real sockets: which ones count as repeats."""
 
 import json
 import socket
@@ -26,7 +26,7 @@ def post_and_hang_up(url, body, *, path="/scored_data", after_seconds=0.0):
 
 
 def ask_and_give_up(url, method, path, body=b"", version="1.1"):
-    """A request and an orderly end in one segment, as a stopped broker finds them of a client that gave up on it."""
+    """Send a request and the connection's end in one segment, as a client does that gives up on a stopped broker."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         head = f"{method} {path} HTTP/{version}\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -36,7 +36,7 @@ def ask_and_give_up(url, method, path, body=b"", version="1.1"):
 
 @pytest.fixture
 def slow_disk():
-    """A broker that has taken a group a third of a second before it may say so."""
+    """A broker that answers a third of a second after it has taken a group."""
     broker = Broker(MemoryLedger(), MemoryBodyLog())
     broker.sync = lambda: time.sleep(0.3)
     with serve_in_thread(create_app(BrokerConfig(store="elsewhere", fsync="always"), broker)) as url:
@@ -58,7 +58,7 @@ def test_a_group_whose_answer_never_left_is_taken_once_however_often_it_comes(sl
 
 @pytest.mark.parametrize(("path", "version"), [("/scored_data", "1.1"), ("/v1/groups", "1.1"), ("/v1/groups", "1.0")])
 def test_a_group_whose_sender_gave_up_before_it_was_read_is_taken_once(legacy, make_group, path, version):
-    """R9: its connection broke before the answer, be it the connection's (HTTP/1.1) or the application's (HTTP/1.0)."""
+    """R9: its connection broke before the answer, from the fast path (HTTP/1.1) or the application (HTTP/1.0)."""
     legacy.start(batch_size=4)
     env_id = legacy.register_env()["env_id"]
     group = make_group(1)
@@ -71,7 +71,7 @@ def test_a_group_whose_sender_gave_up_before_it_was_read_is_taken_once(legacy, m
 
 
 def test_a_batch_whose_trainer_gave_up_before_it_was_asked_for_is_offered_again(legacy):
-    """R8: the kernel takes an answer to a connection whose peer has left; that is no delivery."""
+    """R8: the kernel accepts an answer for a peer that has left; that is not a delivery."""
     legacy.start(batch_size=4)
     for ident in (1, 2):
         legacy.post(ident)

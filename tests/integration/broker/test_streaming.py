@@ -15,7 +15,7 @@ def dial(url):
 
 
 def fetch_and_hang_up(url):
-    """Ask for a batch on a connection of its own and close it the moment that the last byte is there."""
+    """Request a batch on a connection of its own, and close it as soon as the last byte has come."""
     with dial(url) as connection:
         connection.sendall(BATCH)
         received = b""

@@ -1,4 +1,4 @@
-"""A token in a file is replaced while the broker serves: SIGHUP has it read again, and our clients follow."""
+"""A token in a file is replaced while the broker serves: it is read again on SIGHUP, and our clients follow."""
 
 import signal
 import socket

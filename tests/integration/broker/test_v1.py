@@ -12,7 +12,7 @@ from atropos_api.wire import EnvironmentRequest, PolicyUpdate, RunRequest
 
 
 class Loop:
-    """A client that plays environment and trainer."""
+    """A client that is both environment and trainer."""
 
     def __init__(self, client):
         self.client = client

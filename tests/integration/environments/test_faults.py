@@ -1,4 +1,4 @@
-"""Each test keeps a fault of the original from coming back: in its scheduler, its metrics or its defaults."""
+"""Each test is about a fault of the original, in its scheduler, metrics or defaults, which ours must not have."""
 
 import anyio
 import pytest
@@ -7,7 +7,7 @@ from atropos_api.testing import memory_broker
 from atropos_api.wire.messages import RunRequest
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, scored_group
 from environments.sdk.config import EvalHandlingEnum, ServerBaseline
-from environments.sdk.reporting import KEPT_TIMINGS, RolloutMetrics
+from environments.sdk.rollout_metrics import KEPT_TIMINGS, RolloutMetrics
 from environments.sdk.runtime.worker import EnvironmentWorker
 from environments.sdk.server_manager import ServerManager
 from environments.sdk.testing import FakeInference, InProcess, sampled_tokens
@@ -18,7 +18,7 @@ CHAT = [{"role": "user", "content": "How many?"}]
 
 
 class Env(BaseEnv):
-    """Counts what becomes of its rollouts and evaluations."""
+    """An environment that counts the outcomes of its rollouts and evaluations."""
 
     name = "counting"
 
@@ -55,7 +55,7 @@ def make(tokenizer_folder, *, servers=1, delay_seconds=0.0, **settings):
 
 
 async def serve(env, *, steps, seconds_a_step=0.0):
-    """To a trainer that takes batches of two groups."""
+    """Serve to a trainer that takes batches of two groups."""
     _, client = memory_broker()
 
     async def train():

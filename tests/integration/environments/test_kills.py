@@ -1,9 +1,12 @@
-"""A broker and an inference server that are killed and restarted while an environment serves, in real processes.
+"""A broker and an inference server are killed and restarted while an environment serves, in real processes.
 
-What the environment handed in has to be what is trained, each group once. `FAULT_KILLS=10` asks for the long form.
+Each group that the environment submits must be trained once. An environment whose items have numbers is killed as well:
+each item of its data must be trained exactly once. `ATROPOS_ENVIRONMENT_KILLS=20` selects the long form, with 2,000
+items.
 """
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -20,7 +23,8 @@ from atropos_api.client import BrokerClient
 from atropos_api.wire.messages import RunRequest
 from environments.sdk.rehearsal import write_byte_tokenizer
 
-KILLS = int(os.environ.get("FAULT_KILLS", "1"))
+KILLS = int(os.environ.get("ATROPOS_ENVIRONMENT_KILLS", "1"))
+ITEMS = 2000 if KILLS > 1 else 150
 
 ENVIRONMENT = '''
     import sys
@@ -59,6 +63,22 @@ ENVIRONMENT = '''
 
     CountingEnv.cli()
 '''
+NUMBERED = ENVIRONMENT.replace(
+    """
+        async def get_next_item(self):
+            self.number += 1
+            return self.number
+""",
+    """
+        item_count = ITEM_COUNT
+
+        async def item_at(self, number):
+            return number + 1
+
+        async def get_next_item(self):
+            raise AssertionError("the broker leases the items")
+""",
+)
 INFERENCE = """
     import sys
     import time
@@ -188,3 +208,40 @@ def test_killed_brokers_and_inference_servers_cost_no_group_and_double_none(tmp_
     counts = Counter(trainer.trained)
     assert [number for number, times in counts.items() if times > 1] == []
     assert set(counts) == set(handed_in)
+
+
+def test_each_item_of_a_data_set_is_trained_exactly_once_whatever_is_killed(tmp_path, programs):
+    broker_port, inference_port = free_port(), free_port()
+    url = f"http://127.0.0.1:{broker_port}"
+    broker = programs("broker", "-m", "atropos_api", "--port", str(broker_port), "--store", str(tmp_path / "store"))
+    inference = programs("inference", script(tmp_path / "inference.py", INFERENCE), str(inference_port))
+    env = programs(
+        "env",
+        script(tmp_path / "numbered_env.py", NUMBERED.replace("ITEM_COUNT", str(ITEMS))),
+        "serve",
+        *("--env.rollout_server_url", url),
+        *("--env.tokenizer_name", str(write_byte_tokenizer(tmp_path / "tokenizer"))),
+        *("--openai.base_url", f"http://127.0.0.1:{inference_port}/v1"),
+    )
+    trainer = Trainer(url)
+    trainer.start()
+    chance = random.Random(KILLS)
+    for number in range(3 * KILLS):
+        goal = min(len(trainer.trained) + ITEMS // (5 * KILLS), ITEMS - 1)
+        wait_for(lambda goal=goal: len(trainer.trained) >= goal, f"training after {number} kills")
+        time.sleep(chance.uniform(0.0, 0.3))
+        program = (env, broker, inference)[number % 3]
+        program.kill()
+        program.start()
+    wait_for(lambda: len(trainer.trained) >= ITEMS, "the last items", seconds=120)
+    time.sleep(1.0)  # a group too many would be trained by now
+    assert Counter(trainer.trained) == Counter(range(1, ITEMS + 1))
+    assert env.kill(signal.SIGTERM) == 0
+    with BrokerClient(url) as client:
+        (described,) = client.status()["environments"]
+    trainer.stopping.set()
+    trainer.join(timeout=60)
+    items = described["items"]
+    assert (items["drawn"], items["finished"], items["in_progress"], items["dropped"]) == (ITEMS, ITEMS, 0, {})
+    assert described["outcomes"] == {"trained": ITEMS}
+    assert items["sampled_sequences"] >= 4 * ITEMS

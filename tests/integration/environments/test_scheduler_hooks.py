@@ -1,4 +1,4 @@
-"""The hooks into the scheduler that Atropos' environments override: called, with the effects they count on."""
+"""The hooks into the scheduler that Atropos' environments override are called and have their documented effects."""
 
 import anyio
 import pytest
@@ -18,7 +18,7 @@ STEPS = 4
 
 
 class Env(BaseEnv):
-    """Two answers to the same question, over and over."""
+    """An environment with two answers to the same question, over and over."""
 
     name = "hooks"
 
@@ -38,7 +38,7 @@ class Env(BaseEnv):
             return {"tokens": tokens, "masks": masks, "scores": [0.0, 1.0]}, []
 
     async def evaluate(self, *_, **__):
-        """Not measured."""
+        """Do nothing."""
 
 
 def make(env_cls, tokenizer_folder):
@@ -51,7 +51,7 @@ def make(env_cls, tokenizer_folder):
 
 
 async def serve(env_cls, tokenizer_folder):
-    """Serve to a trainer of `STEPS` steps; the environment and the groups of its batches."""
+    """Serve to a trainer of `STEPS` steps; return the environment and the groups of its batches."""
     env = make(env_cls, tokenizer_folder)
     _, client = memory_broker()
     groups = []
@@ -139,7 +139,7 @@ async def test_get_server_info_without_super_keeps_the_environments_own_longest_
 async def test_an_environment_with_a_scheduler_of_its_own_is_refused_with_the_reason(tokenizer_folder):
     class Own(Env):
         async def env_manager(self):
-            """Never called."""
+            """Do nothing; it must never be called."""
 
     with pytest.raises(SchedulerReplaced, match="Own overrides env_manager"):
         await EnvironmentWorker(make(Own, tokenizer_folder), memory_broker()[1]).serve()

@@ -12,6 +12,7 @@ from atropos_api.wire.messages import PolicyUpdate, RunRequest
 from environments.arithmetic_server import ArithmeticEnv, ArithmeticEnvConfig
 from environments.sdk import BaseEnv
 from environments.sdk.config import APIServerConfig
+from environments.sdk.groups import scored_item
 from environments.sdk.runtime.worker import EnvironmentWorker
 from environments.sdk.server_manager import ServerManager
 from environments.sdk.testing import FakeInference, InProcess, sampled_tokens
@@ -41,7 +42,7 @@ def make_fake(**options):
 
 
 async def train(client, *, steps, batch_size, seconds_a_step=0.0, fake=None, **more):
-    """A trainer: takes each batch, publishes a version, commits, finishes; the batches it was given."""
+    """Take each batch, publish a version, commit and finish, as a trainer; return the batches."""
     request = RunRequest(name="run", batch_size=batch_size, max_token_length=512, num_steps=steps, **more)
     run = await client.begin_run(request)
 
@@ -68,7 +69,7 @@ async def train(client, *, steps, batch_size, seconds_a_step=0.0, fake=None, **m
 
 
 async def serve_and_train(env, fake, **training):
-    """Both at once; the batches trained on. The environment has to end by itself."""
+    """Run both at once and return the trained batches; the environment must end by itself."""
     _, client = memory_broker()
     batches = []
 
@@ -235,7 +236,7 @@ async def test_an_environment_that_only_fails_ends_with_the_reason(tokenizer_fol
 
 
 async def test_a_refused_sampling_ends_the_server_at_once(tokenizer_folder):
-    """R24: nothing else would ever succeed, so nothing is retried."""
+    """R24: no further request could succeed, so nothing is retried."""
 
     class Greedy(ArithmeticEnv):
         async def collect_trajectories(self, item):
@@ -316,16 +317,43 @@ async def test_single_rollouts_become_groups(tokenizer_folder):
     assert all(len(group.tokens) == 8 and group.policy_versions for group in batches[0].groups)
 
 
-async def test_a_failed_evaluation_that_was_asked_for_ends_the_server_with_the_reason(tokenizer_folder):
+async def test_groups_are_closed_without_a_late_rollout_and_batches_stay_exact(tokenizer_folder):
+    class OneNeverEnds(ArithmeticEnv):
+        calls = 0
+
+        async def collect_trajectory(self, item):
+            self.calls += 1
+            if self.calls % 8 == 3:
+                await anyio.sleep_forever()
+            async with self.server.managed_server() as session:
+                await session.chat_completion(messages=[{"role": "user", "content": item.question}], max_tokens=20)
+                (node,) = session.nodes
+                return scored_item(node, len(node.tokens)), []
+
+        async def collect_trajectories(self, item):
+            return await super(ArithmeticEnv, self).collect_trajectories(item)
+
+    fake = make_fake()
+    env = make_env(fake, tokenizer_folder, OneNeverEnds, late_members="close")
+    batches = await serve_and_train(env, fake, steps=3, batch_size=32)
+    absent = [[bool(row and row.get("absent")) for row in group.overrides] for b in batches for group in b.groups]
+    assert absent == [[False] * 7 + [True]] * 12
+    assert env.metrics.totals.absent >= 12
+
+
+@pytest.mark.parametrize(
+    "raised", [FileNotFoundError("gold"), ExceptionGroup("several attempts", [FileNotFoundError("gold")])]
+)
+async def test_a_failed_evaluation_that_was_asked_for_ends_the_server_with_the_reason(tokenizer_folder, raised):
     class NoEvaluation(ArithmeticEnv):
         async def evaluate(self):
-            raise FileNotFoundError("gold answers")
+            raise raised
 
     fake = make_fake()
     env = make_env(fake, tokenizer_folder, NoEvaluation, eval_at_start=True)
     with pytest.raises(ExceptionGroup) as failure:
         await serve_and_train(env, fake, steps=1, batch_size=32)
-    assert "the evaluation at step 0 failed" in str(innermost(failure.value))
+    assert str(innermost(failure.value)) == "the evaluation at step 0 failed: FileNotFoundError('gold')"
 
 
 async def test_a_failed_evaluation_in_between_costs_no_training(tokenizer_folder, caplog):
@@ -404,7 +432,7 @@ async def test_groups_that_the_broker_refuses_are_told_as_dropped(tokenizer_fold
 
 
 async def serve_until(env, client, enough):
-    """Serve until the broker's status of the one environment is `enough`; that status."""
+    """Serve until the broker's status of the one environment is `enough`; return that status."""
     with anyio.fail_after(20):
         async with anyio.create_task_group() as group:
             group.start_soon(EnvironmentWorker(env, client).serve)

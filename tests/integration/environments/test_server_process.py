@@ -1,4 +1,4 @@
-"""The arithmetic server as a process of its own: it drains on SIGTERM, sits out restarts and leaves nothing behind."""
+"""The arithmetic server as a process of its own: it drains on SIGTERM, waits out restarts and leaves nothing behind."""
 
 import signal
 import socket
@@ -130,7 +130,7 @@ def test_a_restarted_inference_server_is_waited_for(tokenizer_folder):
 
 @contextmanager
 def durable_broker(port, folder):
-    """`run-api` as a process of its own on a store in `folder`; killed at the end, as a crash would."""
+    """`run-api` as a process of its own on a store in `folder`; it is killed at the end, as in a crash."""
     command = [sys.executable, "-m", "atropos_api", "--port", str(port), "--store", str(folder)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
@@ -169,7 +169,7 @@ def is_ready(url):
 
 
 def test_an_environment_may_be_started_before_everything_else(tokenizer_folder):
-    """R33: each process waits for the others, whatever the order."""
+    """R33: each process waits for the others, in any order."""
     inference_port, broker_port = free_port(), free_port()
     urls = [f"http://127.0.0.1:{port}" for port in (inference_port, broker_port)]
     with environment(*urls, tokenizer_folder) as process:

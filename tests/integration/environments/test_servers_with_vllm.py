@@ -1,6 +1,6 @@
-"""GSM8K under a prompt template, from a real vLLM into a file: its logprobs are those that the model itself gives.
+"""GSM8K under a prompt template, from a real vLLM into a file: its logprobs are the model's own.
 
-The other servers are held against a real vLLM, served and all at once, in `served/`.
+`served/` tests the other servers, all at once, with a real vLLM.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def env(tiny_qwen2, plain_server, tmp_path):
 
 
 async def collect(env):
-    """One group into a file."""
+    """Collect one group into a file."""
     try:
         await process(env)
     finally:
@@ -50,7 +50,7 @@ async def collect(env):
 
 
 def largest_error(group, reference):
-    """|logprob sent - logprob recomputed| over all trained tokens, and how many they are."""
+    """Return the largest |logprob sent - logprob recomputed| of the trained tokens, and their number."""
     errors = []
     for tokens, mask, logprobs in zip(group.tokens, group.masks, group.inference_logprobs, strict=True):
         expected = reference.logprobs(reference.base, tokens[:1], tokens[1:])
@@ -63,7 +63,7 @@ def largest_error(group, reference):
 
 
 async def test_the_trainer_gets_the_logprobs_that_the_model_gives(env, reference, tmp_path):
-    """R5: in fp32 within 1e-4."""
+    """R5: they differ in fp32 by at most 1e-4."""
     await collect(env)
     group = msgspec.json.decode((tmp_path / "groups.jsonl").read_bytes(), type=Group)
     error, count = largest_error(group, reference)
@@ -75,7 +75,7 @@ async def test_the_trainer_gets_the_logprobs_that_the_model_gives(env, reference
 
 @pytest.mark.parametrize("dialect", ["compact", "plain"])
 async def test_what_is_streamed_is_what_is_answered_at_once(tiny_qwen2, plain_server, dialect):
-    """By our `/generate`, and by vLLM's own route as on a plain vLLM."""
+    """Both our `/generate` and vLLM's own route, as on a plain vLLM, are compared."""
     server = APIServerConfig(server_type="vllm", base_url=f"{plain_server.url}/v1", model_name=str(tiny_qwen2))
     manager = ServerManager([server], load_tokenizer=lambda: load_tokenizer(str(tiny_qwen2)))
     manager.servers[0]._dialect = dialect
@@ -101,7 +101,7 @@ async def test_what_is_streamed_is_what_is_answered_at_once(tiny_qwen2, plain_se
 
 @pytest.fixture
 def swapped(tiny_qwen2, tmp_path):
-    """The model's tokenizer with two ids exchanged."""
+    """Return the model's tokenizer with two ids exchanged."""
     folder = tmp_path / "swapped"
     shutil.copytree(tiny_qwen2, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     document = json.loads((folder / "tokenizer.json").read_text())

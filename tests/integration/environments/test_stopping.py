@@ -1,6 +1,6 @@
-"""One SIGTERM ends an environment, whatever it waits for; a beginning that cannot be is one line and exit code 2.
+"""One SIGTERM ends an environment, whatever it waits for; an impossible start is one line and exit code 2.
 
-The fast form holds threads up by sleeping; `ATROPOS_HUB_WAITS=1` has a hub that takes connections and never answers.
+The fast form blocks threads by sleeping; with `ATROPOS_HUB_WAITS=1` a hub accepts connections and never answers.
 """
 
 import os
@@ -46,7 +46,7 @@ Waiting.cli()
 
 @contextmanager
 def silent_server():
-    """Takes connections and never answers; yields its address, and a function that waits until somebody connects."""
+    """A server that accepts connections and never answers: its address, and a function that waits for a connection."""
     with socket.socket() as listener, ExitStack() as taken:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -1,4 +1,4 @@
-"""Fixture of the publishing tests: it publishes into a decoding server and returns what each token is checked with."""
+"""Fixture of the publishing tests: it publishes into a decoding server and returns all that the checks need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEQUENCES = 40
 
 @pytest.fixture(scope="session")
 def decode_under_publishes(reference, wait_until):
-    """Publish while many sequences decode; the replies, the publishes' answers and the weights by version."""
+    """Replies to many sequences that decode while versions are published, the publishes' answers, and all weights."""
 
     def decode(server, *, publishes, output_tokens, inside=32, **publish_fields):
         rng = random.Random(7)
@@ -30,7 +30,7 @@ def decode_under_publishes(reference, wait_until):
         published = threading.Event()
 
         def ask(number):
-            """Ask again until the last publish: one request each can be over before 32 were ever seen together."""
+            """Repeat the request until the last publish, so that 32 run together."""
             replies = []
             while not (published.is_set() and replies):
                 length = lengths[number]

@@ -11,10 +11,10 @@ from typing import Any
 
 import aiohttp
 
-from .asks import Ask
+from .random_requests import RandomRequest
 
 NEGLIGIBLE = -60.0
-"""A token with a logprob below this is never sampled, so it is equal to the -inf that a neighbour's top_p makes."""
+"""Logprob below which a token is never sampled, so that it counts as equal to the -inf of a neighbour's top_p."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Said:
     prompt: list[dict[int, float] | None] | None = None
     body: str = ""
     versions: tuple[int, int] = (0, 0)
-    """The oldest and the newest version that may have been served meanwhile."""
+    """The oldest and the newest version that the server may have used for it."""
 
 
 class Crowd:
@@ -49,17 +49,17 @@ class Crowd:
         self._versions = versions
         self.answered = 0
 
-    def alone(self, asks: list[Ask]) -> list[Said]:
-        """The answers one after the other."""
-        return asyncio.run(self._ask_all(asks, clients=1))
+    def alone(self, requests: list[RandomRequest]) -> list[Said]:
+        """Return the answers to the requests one after the other."""
+        return asyncio.run(self._send_all(requests, clients=1))
 
-    def together(self, asks: list[Ask], clients: int) -> list[Said]:
-        """The answers where so many clients ask at a time."""
-        return asyncio.run(self._ask_all(asks, clients))
+    def together(self, requests: list[RandomRequest], clients: int) -> list[Said]:
+        """Return the answers to the requests of a number of clients at a time."""
+        return asyncio.run(self._send_all(requests, clients))
 
-    async def _ask_all(self, asks: list[Ask], clients: int) -> list[Said]:
-        found: list[Said | None] = [None] * len(asks)
-        numbers = iter(range(len(asks)))
+    async def _send_all(self, requests: list[RandomRequest], clients: int) -> list[Said]:
+        found: list[Said | None] = [None] * len(requests)
+        numbers = iter(range(len(requests)))
         timeout = aiohttp.ClientTimeout(total=600)
         async with aiohttp.ClientSession(
             self._url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
@@ -67,16 +67,16 @@ class Crowd:
 
             async def work() -> None:
                 for number in numbers:
-                    found[number] = await self._ask(session, asks[number])
+                    found[number] = await self._send(session, requests[number])
 
             await asyncio.gather(*(work() for _ in range(clients)))
         return found
 
-    async def _ask(self, session: aiohttp.ClientSession, ask: Ask) -> Said:
+    async def _send(self, session: aiohttp.ClientSession, request: RandomRequest) -> Said:
         oldest, _ = self._versions()
         try:
-            async with asyncio.timeout(ask.leave_after_seconds):
-                async with session.post(ask.path, json=ask.body) as answer:
+            async with asyncio.timeout(request.leave_after_seconds):
+                async with session.post(request.path, json=request.body) as answer:
                     status, text = answer.status, (await answer.read()).decode()
         except TimeoutError:
             return Said(0)
@@ -84,13 +84,13 @@ class Crowd:
             self.answered += 1
         if status != 200:
             return Said(status, body=text)
-        said = read_stream(ask, text) if ask.streams else read_whole(ask, json.loads(text))
+        said = read_stream(request, text) if request.streams else read_whole(request, json.loads(text))
         said.versions = (oldest, self._versions()[1])
         return said
 
 
-def read_whole(ask: Ask, answer: dict[str, Any]) -> Said:
-    if ask.path == "/generate":
+def read_whole(request: RandomRequest, answer: dict[str, Any]) -> Said:
+    if request.path == "/generate":
         outputs = [Output() for _ in answer["token_ids"]]
         for number, output in enumerate(outputs):
             part = {
@@ -101,14 +101,14 @@ def read_whole(ask: Ask, answer: dict[str, Any]) -> Said:
         return Said(200, outputs, read_prompt(answer.get("prompt_logprobs")), json.dumps(answer))
     outputs = [Output() for _ in answer["choices"]]
     for choice in answer["choices"]:
-        add_choice(ask, outputs[choice["index"]], choice)
+        add_choice(request, outputs[choice["index"]], choice)
     first = answer["choices"][0]
-    told = first.get("prompt_logprobs") if ask.path == "/v1/completions" else answer.get("prompt_logprobs")
+    told = first.get("prompt_logprobs") if request.path == "/v1/completions" else answer.get("prompt_logprobs")
     return Said(200, outputs, read_prompt(told), json.dumps(answer))
 
 
-def read_stream(ask: Ask, text: str) -> Said:
-    said = Said(200, [Output() for _ in range(ask.outputs)], body=text)
+def read_stream(request: RandomRequest, text: str) -> Said:
+    said = Said(200, [Output() for _ in range(request.outputs)], body=text)
     for line in text.splitlines():
         if line.startswith("event: error"):
             return Said(500, body=text)
@@ -117,7 +117,7 @@ def read_stream(ask: Ask, text: str) -> Said:
         event = json.loads(line.removeprefix("data: "))
         if "error" in event:
             return Said(int(event["error"].get("code") or 500), body=text)
-        if ask.path == "/generate":
+        if request.path == "/generate":
             output = said.outputs[event["index"]]
             add_generated(output, event)
             output.reason = event.get("finish_reason", output.reason)
@@ -125,7 +125,7 @@ def read_stream(ask: Ask, text: str) -> Said:
             said.prompt = said.prompt or read_prompt(event.get("prompt_logprobs"))
         else:
             for choice in event["choices"]:
-                add_choice(ask, said.outputs[choice["index"]], choice)
+                add_choice(request, said.outputs[choice["index"]], choice)
     return said
 
 
@@ -146,9 +146,9 @@ def add_generated(output: Output, part: dict[str, Any]) -> None:
         output.logprobs += rows
 
 
-def add_choice(ask: Ask, output: Output, choice: dict[str, Any]) -> None:
+def add_choice(request: RandomRequest, output: Output, choice: dict[str, Any]) -> None:
     output.tokens += choice.get("token_ids") or []
-    if ask.path == "/v1/completions":
+    if request.path == "/v1/completions":
         text, told = choice["text"], choice.get("logprobs")
         rows = [] if told is None else list(zip(told["token_logprobs"], told["top_logprobs"] or [], strict=False))
         rows = [(value, {} if top is None else by_id(top)) for value, top in rows]

@@ -36,7 +36,7 @@ def test_the_manifest_is_private_and_has_the_seeds_keys(shared_server):
 
 
 def test_every_checkpoint_tensor_lies_whole_in_the_servers_memory(shared_server, reference):
-    """Written through the map and read back by the server's own computing; padding of the vocabulary stays out."""
+    """Weights are written through the map, and the server computes with them; padding of the vocabulary is left out."""
     manifest = shared_server.manifest
     assert set(manifest.tensors) == set(reference.base)
     for name, tensor in reference.base.items():
@@ -48,13 +48,23 @@ def test_every_checkpoint_tensor_lies_whole_in_the_servers_memory(shared_server,
 
 def test_one_copy_an_element_written_here_is_in_the_servers_checksum(shared_server):
     view = shared_server.weights()["model.norm.weight"][0][0]
-    before = shared_server.debug()["checksum"]
+    before = shared_server.checksum()
     kept = float(view[0])
     view[0] = kept + 1
-    changed = shared_server.debug()["checksum"]
+    changed = shared_server.checksum()
     view[0] = kept
     assert changed != before
-    assert shared_server.debug()["checksum"] == before
+    assert shared_server.checksum() == before
+
+
+def test_a_poll_reads_no_weights_and_a_checksum_has_to_be_asked_for_with_the_token(shared_server):
+    token = {"Authorization": f"Bearer {shared_server.manifest.bridge_token}"}
+    polled = shared_server.client.get("/bridge/debug", headers=token).json()
+    assert (polled["checksum"], "checksum_seconds" in polled) == (None, False)
+    problem_of(shared_server.client.get("/bridge/debug?checksum=true"), 401, "token-needed")
+    asked = shared_server.client.get("/bridge/debug?checksum=true", headers=token).json()
+    assert asked["checksum"] == shared_server.checksum()
+    assert len(asked["per_tensor"]) == 8
 
 
 def test_the_segment_is_as_large_as_the_weights_once(shared_server, reference):

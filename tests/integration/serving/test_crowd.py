@@ -1,7 +1,7 @@
-"""Requests of all kinds among each other: every answer is the one that its request is given alone.
+"""Requests of all kinds at once: every answer equals the answer to the request alone.
 
-`ATROPOS_CROWD=20000` is the long form: so many requests, with 60 publishes of other weights between, and a quarter as
-many on a server of adapters.
+`ATROPOS_CROWD=20000` is the long form: that many requests during 60 publishes of other weights, and a quarter of them
+on a server of adapters.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 import psutil
 import pytest
 
-from .asks import Asking
 from .crowd import Crowd, difference, until_difference
+from .random_requests import RequestMaker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(4 * 3600)]
 
@@ -29,7 +29,7 @@ LONG = REQUESTS >= 2000
 KINDS = 400 if LONG else 100
 PUBLISHES = 60 if LONG else 2
 VARIANTS = 3 if LONG else 1
-"""Weights that the publishes change between; the short form publishes the same again, so that one answer is right."""
+"""Number of different weights to publish; the short form publishes the same ones, so that one answer is right."""
 
 CLIENTS = 24
 MOST_GROWTH_BYTES = 64 << 20
@@ -61,7 +61,7 @@ class Verdict:
     wrong: list[str] = field(default_factory=list)
 
     def judge(self, ask, lone, said, numbers):
-        """`lone`: the answers alone under each of the weights, none for a mistake; `numbers`: a version's weights."""
+        """Judge an answer by those to the request alone (`lone`: one for each of the weights, none for a mistake)."""
         if said.status == 0:
             self.counts["left"] += 1
         elif not lone:
@@ -94,7 +94,7 @@ class Verdict:
 
 @pytest.fixture(scope="module")
 def server(request, start_server):
-    """In the long form one that reads prompts in parts, and has to take memory from some requests for others."""
+    """A server; in the long form it reads prompts in parts and must preempt requests for lack of memory."""
     if not LONG:
         return request.getfixturevalue("shared_server")
     crowded = ("--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(5 << 20))
@@ -102,14 +102,14 @@ def server(request, start_server):
 
 
 def test_among_each_other_and_publishes_requests_are_answered_as_alone(server, reference, wait_until):
-    asking = Asking(7, str(server.model))
-    asks, policy = asking.make(KINDS), Policy(server, reference)
+    maker = RequestMaker(7, str(server.model))
+    requests, policy = maker.make(KINDS), Policy(server, reference)
     crowd = Crowd(server.url, lambda: policy.versions)
     lone = []
     for number in range(VARIANTS):
         policy.publish(number)
-        lone.append(alone(crowd, asks))
-    sent = mixed(len(asks), REQUESTS, asks, asking.mistakes())
+        lone.append(alone(crowd, requests))
+    sent = mixed(len(requests), REQUESTS, requests, maker.mistakes())
     memory = []
 
     def publish():
@@ -145,11 +145,11 @@ def test_among_adapters_that_come_and_go_requests_are_answered_as_alone(start_se
         sender.save(tmp_path / name)
         loaded = {"name": name, "path": str(tmp_path / name), "activate": False}
         assert server.post("/lora/load", loaded, Authorization="Bearer known").status_code == 200
-    asking = Asking(9, str(server.model), names)
-    asks = asking.make(KINDS)
+    maker = RequestMaker(9, str(server.model), names)
+    requests = maker.make(KINDS)
     crowd = Crowd(server.url)
-    lone = [alone(crowd, asks)]
-    sent = mixed(len(asks), REQUESTS // 4, asks, asking.mistakes())
+    lone = [alone(crowd, requests)]
+    sent = mixed(len(requests), REQUESTS // 4, requests, maker.mistakes())
     memory, stopping = [], threading.Event()
 
     def upload():
@@ -170,10 +170,10 @@ def test_among_adapters_that_come_and_go_requests_are_answered_as_alone(start_se
 
 
 def begins_as_one_of(ask, lone, said):
-    """True where each output begins as under some of the weights, or is the best of several beams.
+    """Return True if each output begins as under some of the weights, or is the best of several beams.
 
-    The beam that the new weights like best may have begun as the second best under both: 36 of 1,350 beam searches over
-    a publish of other weights did, and none of 5,677 among equal ones.
+    The best beam under the new weights may have begun as the second best under both: so did 36 of 1,350 beam searches
+    during a publish of other weights, and none of 5,677 with equal ones.
     """
     return "use_beam_search" in ask.body or all(
         output.tokens[:1] in [each.outputs[number].tokens[:1] for each in lone]
@@ -181,20 +181,20 @@ def begins_as_one_of(ask, lone, said):
     )
 
 
-def alone(crowd, asks):
-    said = crowd.alone(asks)
-    assert [(ask, each.body) for ask, each in zip(asks, said, strict=True) if each.status != 200] == []
+def alone(crowd, requests):
+    said = crowd.alone(requests)
+    assert [(ask, each.body) for ask, each in zip(requests, said, strict=True) if each.status != 200] == []
     return said
 
 
-def mixed(kinds, count, asks, mistakes):
+def mixed(kinds, count, requests, mistakes):
     """Return `count` requests with their numbers, in random order; some clients disconnect, some requests are wrong."""
     rng = random.Random(11)
     numbers = [number for _ in range(count // kinds) for number in rng.sample(range(kinds), kinds)]
     sent = []
     for number in numbers:
         leaving = rng.uniform(0.002, 0.1) if rng.random() < 0.05 else None
-        sent.append((replace(asks[number], leave_after_seconds=leaving), number))
+        sent.append((replace(requests[number], leave_after_seconds=leaving), number))
         if rng.random() < 0.05:
             sent.append((rng.choice(mistakes), None))
     return sent
@@ -215,7 +215,7 @@ def report(verdict, memory):
 
 
 def memory_of(server):
-    """Resident bytes of its processes, those shared by several counted once."""
+    """Return the resident bytes of the server's processes, shared ones counted once."""
     family = psutil.Process(server.process.pid)
     return sum(each.memory_full_info().pss for each in [family, *family.children(recursive=True)])
 

@@ -145,7 +145,7 @@ def test_another_method_is_answered_with_405_and_the_right_one(plain_server):
 
 
 def test_one_seed_gives_the_same_tokens_however_the_prompt_was_cut_into_parts(plain_server):
-    """On a CPU vLLM's engine crashed on this: it reads 256 tokens a step (of all requests), the prompt has 700."""
+    """On a CPU vLLM's engine crashed here: it reads 256 tokens per step (of all requests), the prompt has 700."""
     prompt = [5 + number % 290 for number in range(700)]
 
     def tokens(seed):

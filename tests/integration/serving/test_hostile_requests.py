@@ -1,4 +1,4 @@
-"""Requests of clients other than ours are answered rightly or refused with the reason, and leave nothing behind."""
+"""Requests of other clients are answered correctly or refused with the reason, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from .asks import HALF_A_CHARACTER, HUGE, MALFORMED
+from .random_requests import HALF_A_CHARACTER, HUGE, MALFORMED
 
 pytestmark = pytest.mark.vllm
 
@@ -21,7 +21,7 @@ INSIDE_A_CHARACTER = [EIGHT, EIGHT, EIGHT, 126]
 
 
 def post_escaped(server, path, body):
-    """Half a character can be sent as an escape only."""
+    """Post a body with half a character, which can be sent as an escape only."""
     return server.client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
 
 
@@ -39,14 +39,14 @@ def streamed_text(server, prompt, **fields):
 
 
 def texts(server, prompt, **fields):
-    """By each way to ask."""
+    """Return the texts of each route."""
     whole = server.generate(prompt, **fields)["text"][0]
     (choice,) = completion(server, prompt=prompt, **fields)
     return {whole, streamed_text(server, prompt, **fields), choice["text"]}
 
 
 def test_neighbours_with_other_logprobs_are_all_answered_in_their_own_width(plain_server):
-    """Two widths in one batch ended the engine, and with it every run on it."""
+    """Two widths in one batch crashed the engine, and so ended every run on it."""
     asked = {"max_tokens": 120, "temperature": 0, "ignore_eos": True}
 
     def ours(count):
@@ -96,7 +96,7 @@ def test_scoring_by_named_tokens_works_beside_others(plain_server):
 
 
 def test_each_grammar_is_compiled_by_the_library_that_takes_it_whichever_came_first(plain_server):
-    """VLLM compiled all by the first request's choice, which passed over what it does not know without a word."""
+    """VLLM compiled all by the first request's choice, which silently ignored what it does not know."""
     (first,) = completion(plain_server, structured_outputs={"choice": ["yes", "no"]})
     assert first["text"] in {"yes", "no"}
     four_letters = {"json": {"type": "string", "pattern": "^[ab]+$", "minLength": 4, "maxLength": 4}}
@@ -124,7 +124,7 @@ def wait_for_nothing_left(server):
 
 
 def test_what_cannot_be_sent_to_the_engine_is_forgotten(plain_server):
-    """VLLM noted such a request for ever, and kept the adapter that it had asked for."""
+    """VLLM kept a record of such a request, and its adapter, for ever."""
     for fields in ({"top_k": HUGE}, {"stop": HALF_A_CHARACTER}, {"request_id": HALF_A_CHARACTER}):
         body = {"model": str(plain_server.model), "prompt": PROMPT, **fields}
         refused = post_escaped(plain_server, "/v1/completions", body)
@@ -142,7 +142,7 @@ def test_what_cannot_be_sent_to_the_engine_is_forgotten(plain_server):
     ],
 )
 def test_limits_that_leave_nothing_to_sample_are_refused_by_every_route(plain_server, limits):
-    """They gave token 0, with no probability."""
+    """VLLM answered token 0, which had no probability."""
     refused = plain_server.post("/generate", {"prompt": PROMPT, "max_tokens": 4, **limits})
     assert (refused.status_code, refused.json()["type"].rpartition(":")[2]) == (422, "bad-request")
     body = {"model": str(plain_server.model), "prompt": PROMPT, "max_tokens": 4, **limits}
@@ -182,7 +182,7 @@ def test_a_prompt_that_ends_inside_a_character_does_not_come_back_in_the_text(pl
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(plain_server):
-    """10 MB took 17 s of a core."""
+    """Tokenising 10 MB took 17 s of a core."""
     plain_server.generate(PROMPT, max_tokens=1)
     fitting, seconds = [], []
     for text in ("a" * 3000, "a" * 10_000_000):

@@ -1,4 +1,4 @@
-"""Adapters: the active one answers for the model, each request keeps the version it was admitted with."""
+"""Adapters: the active one answers requests for the model; each request keeps the version it was admitted with."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_names_are_not_reused_and_mistakes_are_told(lora_server, adapters, tmp_p
 
 
 def test_vllms_own_routes_load_under_a_name_of_its_own_and_read_the_file_once(lora_server, adapters):
-    """R28: with a token alone. Loading in place under one name would read the file again in each step."""
+    """R28: they require a token. Loading in place under one name would read the file again in each step."""
     before = lora_server.debug()["adapter_disk_loads_total"]
     body = {"lora_name": "mine", "lora_path": str(adapters[1][0]), "load_inplace": True}
     assert lora_server.post("/v1/load_lora_adapter", body).status_code == 401
@@ -115,7 +115,7 @@ def test_unloading_the_active_adapter_brings_the_model_back(lora_server):
 
 
 class Sender:
-    """A trainer's side of hot-swapping, reduced to adapters made at random."""
+    """A trainer of `lora_only` that only publishes random adapters."""
 
     def __init__(self, server, tiny_qwen2):
         import torch
@@ -132,12 +132,12 @@ class Sender:
         self.tensors = {}
 
     def send(self, change=lambda tensors: tensors, **query):
-        """The next version, clearly different from all others; the server's answer."""
+        """Send the next version, clearly different from all others; return the server's answer."""
         body = AdapterPayload.write(change(dict(self.make())), self.config).body
         return self.post_body(body, version=self.version, **query)
 
     def save(self, path):
-        """The next version as a directory."""
+        """Write the next version as a directory."""
         from peft import set_peft_model_state_dict
 
         set_peft_model_state_dict(self.model, self.make())
@@ -145,7 +145,7 @@ class Sender:
         self.loaded = self.version
 
     def make(self):
-        """The tensors of the next version."""
+        """Return the tensors of the next version."""
         self.version += 1
         noise = self.torch.Generator().manual_seed(self.version)
         tensors = {
@@ -171,7 +171,7 @@ class Sender:
         return self.torch.log_softmax(logits, dim=-1).gather(-1, chosen).squeeze(-1).tolist()
 
     def errors(self, reply):
-        """|said - expected| of each token of one reply under the version stamped on it, which must be one."""
+        """Return |given - expected| logprob of each token of one reply, under the single version stamped on it."""
         ((start, end, version),) = reply["policy_versions"][0]
         tokens = reply["token_ids"][0]
         assert (start, end) == (0, len(tokens))
@@ -192,7 +192,7 @@ def test_r5_successive_adapters_differ_clearly_so_that_exactness_is_decided(send
 
 
 def test_the_model_itself_is_computed_without_an_adapter_whatever_runs_beside_it(lora_server, sender, reference):
-    """On a CPU vLLM took its mark of no adapter, -1, for the last slot: here all slots hold one that is in use."""
+    """On a CPU vLLM took its mark of no adapter, -1, for the last slot; here all slots hold adapters in use."""
     post(lora_server, "/lora/unload", name=lora_server.get("/lora/status")["active"])
     names = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The exactness tests must be able to fail: they judge a server without fence, clearing of caches, or right stamps."""
+"""The exactness tests can fail: they do on a server without fence, clearing of caches, or right stamps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from example_trainer.errors import ProofFailed
-from example_trainer.modeling.loading import PolicyOptions
-from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
+from example_trainer.weights.shared_vllm import SharedVllmBridge
+from example_trainer.weights.testing import config_of
 
 pytestmark = pytest.mark.vllm
 
@@ -92,12 +92,8 @@ def test_r5_a_stamp_off_by_one_shows_in_the_tokens_and_in_the_sync_proof(mutant_
     weights[mutant_server.publish(lambda: mutant_server.write(new))["version"]] = new
     reply = mutant_server.generate([5, 6, 7], max_tokens=20, compact=True, ignore_eos=True)
     assert max(errors_of(weights, reply)) > CLEARLY_WRONG
-    options = SharedOptions(
-        policy=PolicyOptions(model_name=str(mutant_server.model)),
-        server_url=mutant_server.url,
-        manifest_path=str(mutant_server.manifest_path),
-    )
-    bridge = SharedVllmBridge(options)
+    manifest = str(mutant_server.manifest_path)
+    bridge = SharedVllmBridge(config_of(mutant_server.url, mutant_server.model, vllm_config_path=manifest))
     bridge.prepare()
     with pytest.raises(ProofFailed, match="answered the probe from version"):
         bridge.publish(bridge.highest_version() + 1)
@@ -110,7 +106,7 @@ def test_unbroken_the_same_server_passes(mutant_server, reference, mutation, err
 
 
 def test_kill_dash_nine_of_the_server_takes_its_engine_along(mutant_server):
-    """Last in this file: it ends the server."""
+    """The test is the last in this file, as it ends the server."""
     from example_trainer.weight_protocol.shm_header import sweep_stale_files
 
     family = psutil.Process(mutant_server.process.pid).children(recursive=True)

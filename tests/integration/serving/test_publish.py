@@ -1,4 +1,4 @@
-"""Publishing new weights into a server that is decoding: every token belongs to just the version it is stamped with."""
+"""New weights are published into a decoding server: every token was sampled under the version stamped on it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_r1_a_lone_sequence_recomputes_just_what_it_had(shared_server, wait_unti
 
 
 def test_r6_the_spans_of_a_crossing_request_are_the_same_in_each_form_of_the_answer(shared_server, wait_until):
-    """Whole, compact or streamed: two versions, and every token under one of them."""
+    """The answer, whole, compact or streamed, has two versions, and every token belongs to one of them."""
     body = {"prompt": [5, 6], "max_tokens": 1000, "ignore_eos": True}
 
     def streamed():

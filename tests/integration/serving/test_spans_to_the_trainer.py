@@ -1,4 +1,4 @@
-"""A sequence sampled under two versions: from the server by way of a session and the broker to the trainer."""
+"""A sequence sampled under two versions reaches the trainer through session and broker with both."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def sample(url, tokenizer):
 
 @pytest.fixture(scope="module")
 def crossing(shared_server, wait_until):
-    """Two sequences of one request that a publish has cut in two, as an environment sends them."""
+    """Two sequences of one request, during which a publish came, in an environment's form."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(shared_server.model)
@@ -52,7 +52,7 @@ def crossing(shared_server, wait_until):
 
 @pytest.mark.parametrize("form", ["json", "columns"])
 def test_each_token_keeps_its_version_into_masks_metrics_and_the_brokers_budget(crossing, form):
-    """Spans are carried end to end: half a sequence's tokens are a step older than the other half."""
+    """Half of a sequence's tokens are one step older than the other half."""
     group, old, new = crossing
     with served_broker() as url, BrokerClient(url, form=form) as client:
         request = RunRequest(name="r", batch_size=2, max_token_length=2048, num_steps=9, max_staleness=3)

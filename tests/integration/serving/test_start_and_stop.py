@@ -16,6 +16,8 @@ import httpx
 import psutil
 import pytest
 
+from example_trainer.processes.tree import is_alive
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 MODULE = [sys.executable, "-m", "example_trainer.vllm_api_server"]
 
@@ -65,7 +67,7 @@ def test_a_taken_port_is_told_with_who_has_it_and_the_flag(tiny_qwen2):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused(run(["--model", tiny_qwen2, "--port", port]), str(port), f"process {os.getpid()}", "--port")
+        refused(run(["--model", tiny_qwen2, "--port", port]), str(port), f"pid {os.getpid()}", "--port")
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,7 @@ def test_a_taken_port_is_told_with_who_has_it_and_the_flag(tiny_qwen2):
         (["--quantization", "fp8"], "--quantization fp8"),
         (["--enable-lora"], "--enable-lora"),
         (["--enable-sleep-mode"], "--enable-sleep-mode"),
+        (["--enable-cumem-allocator"], "--enable-cumem-allocator"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_with_the_reason(tiny_qwen2, flags, said):
@@ -103,6 +106,20 @@ def test_an_allocator_that_cannot_be_shared_is_refused(tiny_qwen2):
 @pytest.mark.vllm
 def test_an_unknown_flag_gets_one_line_with_the_nearest(tiny_qwen2):
     refused(run(["--model", tiny_qwen2, "--port", 0, "--max-num-sequences", "4"]), "did you mean --max-num-seqs")
+
+
+def test_a_start_whose_engine_is_killed_is_no_refusal_so_that_a_launcher_tries_again(tiny_qwen2):
+    command = [*MODULE, "--model", tiny_qwen2, "--port", "0"]
+    with subprocess.Popen(list(map(str, command)), cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as server:
+        process, engines = psutil.Process(server.pid), []
+        while not engines:
+            assert server.poll() is None
+            time.sleep(0.02)
+            engines = [child for child in process.children() if "EngineCore" in " ".join(child.cmdline())]
+        engines[0].kill()
+        last = server.communicate(timeout=120)[1].strip().splitlines()[-1]
+    assert server.returncode == 1
+    assert last == "vllm_api_server.py: error: vLLM's engine has failed: it was killed by signal 9 while it started"
 
 
 @pytest.mark.vllm
@@ -138,7 +155,7 @@ def test_r27_nothing_is_served_before_the_first_publish_and_old_files_are_swept(
 
 
 def stop_under_load(server, wait_until):
-    """R39: SIGTERM with requests in flight ends everything soon, answers what it can and leaves nothing."""
+    """R39: SIGTERM with requests in flight ends everything soon; the server answers what it can and leaves nothing."""
     boot_id, family = server.info()["boot_id"], psutil.Process(server.process.pid).children(recursive=True)
 
     def ask():
@@ -161,3 +178,22 @@ def stop_under_load(server, wait_until):
     assert not any(process.is_running() for process in family)
     assert not list(Path("/dev/shm").glob(f"atropos-{boot_id}-*"))
     assert not server.manifest_path.exists()
+
+
+@pytest.mark.vllm
+def test_an_engine_that_was_spawned_ends_with_a_server_that_is_killed(start_server, wait_until):
+    """On a GPU every engine is spawned; here vLLM starts the processes itself, with a worker below the engine core."""
+    server = start_server(
+        environ={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
+    )
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    assert {"resource_tracker", "EngineCore", "Worker"} <= {
+        word for process in family for word in ("resource_tracker", "EngineCore", "Worker") if word in title(process)
+    }, "a forked engine needs no resource tracker"
+    server.process.kill()
+    wait_until(lambda: not any(map(is_alive, family)), 30)
+
+
+def title(process):
+    """Return a process's command line, into which vLLM's processes write their role."""
+    return " ".join(process.cmdline())

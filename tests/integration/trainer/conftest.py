@@ -27,13 +27,13 @@ GROUP_SIZE = 4
 
 
 def even_tokens(answer: Any) -> float:
-    """A reward with a gradient to follow: the share of even tokens."""
+    """Return the share of even tokens, a reward that training can raise."""
     return sum(token % 2 == 0 for token in answer) / len(answer)
 
 
 @dataclass
 class Workbench:
-    """The things a test needs to start trainers against one broker."""
+    """All that a test needs to start trainers on one broker."""
 
     url: str
     model: Path
@@ -84,7 +84,7 @@ class Workbench:
     def record_groups(
         self, count: int, reward: Reward = even_tokens, *, seed: int = 0, version: int | None = 1
     ) -> list[Group]:
-        """Groups sampled from the base model, said to be of `version`."""
+        """Sample groups from the base model, stamped with `version`."""
         sampler, weights = Sampler(self.model, seed=seed), load_policy(self.options).snapshot()
         return [sampler.sample(weights, version, reward, group_size=GROUP_SIZE) for _ in range(count)]
 

@@ -1,4 +1,4 @@
-"""Runs that train an adapter: they learn, agree with their sampler in spite of dropout, and leave what PEFT loads."""
+"""Runs that train an adapter learn, agree with their sampler in spite of dropout, and write files that PEFT loads."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
+from example_trainer.modeling.loading import policy_options
 from example_trainer.modeling.lora import adapter_options
 from example_trainer.testing import RolloutThread, Sampler, ServingBridge
-from example_trainer.weights.factory import policy_options
 
 from .conftest import GROUP_SIZE, Workbench, even_tokens
 
 
 def test_an_adapter_learns_from_its_own_rollouts_and_stays_aligned_with_its_sampler(bench: Workbench) -> None:
-    """Dropout makes training forwards differ from the sampler's; what is compared with it is scored without."""
+    """Dropout makes training forwards differ from the sampler's, so the comparison scores without it."""
     import peft
     from transformers import AutoModelForCausalLM
 

@@ -108,7 +108,7 @@ def test_r33_a_mistyped_host_is_told_at_once(bench: Workbench, tmp_path: Path) -
 
 @pytest.fixture
 def server(bench: Workbench, tmp_path: Path) -> Iterator[dict[str, object]]:
-    """The settings that point a trainer to an inference server whose tensors it shares."""
+    """The settings that name an inference server whose tensors the trainer shares."""
     with served_fake(bench.model, tmp_path) as fake:
         yield {
             "weight-bridge-mode": "shared_vllm",

@@ -1,4 +1,4 @@
-"""The loss stage at a real vocabulary, measured in processes of their own."""
+"""The memory of the loss stage at a real vocabulary, measured in processes of their own."""
 
 from __future__ import annotations
 

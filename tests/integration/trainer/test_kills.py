@@ -1,7 +1,7 @@
-"""A trainer that is killed, again and again, ends where one that was left alone ends.
+"""A trainer that is killed again and again ends with the same state as one that was not.
 
-`ATROPOS_TRAINER_KILLS=10` kills ten times in each of three cases and takes minutes; the default is the short form, of
-the first.
+`ATROPOS_TRAINER_KILLS=10` kills ten times in each of three cases and takes minutes; the default is a short form of the
+first.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 FORKS = multiprocessing.get_context("forkserver")
-"""Imports torch once; the trainers are forks of that process."""
+"""Program that imports torch once and forks the trainers."""
 FORKS.set_forkserver_preload(["example_trainer.testing", "transformers.models.qwen2.modeling_qwen2", "peft"])
 
 
@@ -76,7 +76,7 @@ def steps_logged(path: Path) -> int:
 
 
 def kill_after(config: Any, step: int, delay_seconds: float) -> bool:
-    """Start the trainer and kill it when it has logged `step` and some time more; whether it was still running."""
+    """Start the trainer, kill it some time after it has logged `step`; return True if it was still running."""
     path = config.required_run_dir / "metrics.jsonl"
     step = max(step, steps_logged(path) + 1)  # so that this attempt comes further than the one before
     process = start(config)
@@ -90,7 +90,7 @@ def kill_after(config: Any, step: int, delay_seconds: float) -> bool:
 
 
 def state_at_the_end(directory: Path) -> dict[str, Any]:
-    """Everything in the last checkpoint's tensors, and the small state that is not a matter of the attempt."""
+    """Return the last checkpoint's tensors, and the small state that does not depend on the attempt."""
     from example_trainer.checkpoint_model_files import read_tensors
     from example_trainer.checkpointing import read_state
 
@@ -101,7 +101,7 @@ def state_at_the_end(directory: Path) -> dict[str, Any]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal to the bit, in whatever they hold."""
+    """Return True if two states are equal to the bit."""
     if isinstance(left, torch.Tensor):
         return left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, dict):
@@ -128,7 +128,7 @@ def run_alone(bench: Workbench, groups: list[Group], directory: Path, settings: 
 def test_r25_a_trainer_killed_at_random_steps_ends_with_the_weights_and_metrics_of_one_left_alone(
     bench: Workbench, tmp_path: Path, case: str
 ) -> None:
-    """No batch is skipped and none is trained twice: one more or less would show in every bit that follows."""
+    """No batch is skipped or trained twice, which would change all later bits."""
     settings = {"training_steps": STEPS, **CASES[case]}
     groups = bench.record_groups(2 * STEPS, version=None)
     run_alone(bench, groups, tmp_path / "alone", settings)

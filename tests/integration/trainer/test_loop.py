@@ -1,4 +1,4 @@
-"""The loop against a real broker: order of what follows a step, resume, stops, steps without signal."""
+"""The loop with a real broker: order of the actions after a step, resume, stops, steps without signal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def weights_at(directory: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def run_live(bench: Workbench, **settings: Any) -> list[dict[str, Any]]:
-    """Train on rollouts sampled from what was published, as they come."""
+    """Train on rollouts sampled from the published weights, as they come."""
     config = bench.config(training_steps=20, batch_size=16, lr=1e-2, importance_sampling="truncated", **settings)
     bridge = bench.bridge()
     sampler = Sampler(bench.model, seed=1)
@@ -58,7 +58,7 @@ def test_a_policy_learns_from_its_own_rollouts_and_stays_aligned_with_its_sample
 
 
 def run_in_step(bench: Workbench, **settings: Any) -> list[dict[str, Any]]:
-    """Train on batches of which each is sampled from the version just published, however fast anything is."""
+    """Train on batches that are each sampled from the version just published, at any speed of the machine."""
     place = bench.directory / str(settings["name"])
     config = bench.config(training_steps=10, batch_size=16, lr=1e-2, run_dir=place, **settings)
     bridge, sampler = bench.bridge(), Sampler(bench.model, seed=1)
@@ -71,7 +71,7 @@ def run_in_step(bench: Workbench, **settings: Any) -> list[dict[str, Any]]:
 
 
 def test_the_control_with_shuffled_advantages_does_not_learn(bench: Workbench) -> None:
-    """Both runs begin with the same batch; a control that learns a quarter of what is there to learn is none."""
+    """Both runs begin with the same batch; the control may learn less than a quarter of the possible gain."""
     real = run_in_step(bench, name="real")
     control = run_in_step(bench, name="control", shuffle_advantages=True)
     start = real[0]["reward/mean"]
@@ -242,7 +242,7 @@ def test_a_stop_ends_after_the_step_with_a_checkpoint_that_a_resume_goes_on_from
 def test_r24_an_evaluation_that_holds_the_policy_keeps_its_version_until_it_lets_go(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps are trained meanwhile; the last one waits, since its weights would otherwise never be served."""
+    """Steps are trained meanwhile; the last one waits, as its weights would otherwise never be served."""
     held: list[Hold] = []
     publish = ServingBridge.publish
 

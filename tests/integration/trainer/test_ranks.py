@@ -1,4 +1,4 @@
-"""A run on several ranks, through a real broker: as one process would have done it, and any number of them goes on."""
+"""A run on several ranks, through a real broker, equals that of one process; any number of ranks can resume it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ train_recorded(json.loads(pathlib.Path(sys.argv[1]).read_text()) | settings_from
 
 
 def run(bench: Workbench, world_size: int, meeting: Path, **settings: Any) -> None:
-    """One run to its end, on `world_size` processes."""
+    """Run to the end on `world_size` processes."""
     processes = []
     for rank in range(world_size):
         config = bench.config(
@@ -58,7 +58,7 @@ def run(bench: Workbench, world_size: int, meeting: Path, **settings: Any) -> No
 
 
 def run_by_torchrun(bench: Workbench, directory: Path, **settings: Any) -> None:
-    """One run to its end on two processes that torchrun starts, which learn of each other from their environment."""
+    """Run to the end on two processes that torchrun starts, which find each other by their environment."""
     config = bench.config(**SETTINGS, **settings).model_dump(mode="json", exclude_unset=True)
     program, values = directory / "rank.py", directory / "settings.json"
     program.write_text(RANK)
@@ -85,7 +85,7 @@ def run_alone(bench: Workbench, groups: list[Group], directory: Path) -> None:
 def test_r12_two_ranks_train_as_one_process_by_rows_or_by_layers_and_one_goes_on_from_their_checkpoint(
     bench: Workbench, tmp_path: Path
 ) -> None:
-    """One batch holds a group that teaches nothing: a rank is left without rows then, and still takes part."""
+    """One batch has a group without signal, so that a rank without rows must still take part."""
     groups = bench.record_groups(2 * STEPS - 1)
     groups[2:2] = bench.record_groups(1, reward=lambda _: 1.0, seed=1)
     alone, together = tmp_path / "alone", tmp_path / "together"

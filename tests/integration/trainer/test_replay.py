@@ -1,4 +1,4 @@
-"""A saved batch trained again shows what the run logged, to the byte, every time."""
+"""Training a saved batch again gives exactly what the run logged, every time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOT_THE_STEP_S = ("timestamp", "policy_version", "step", "sync/recomputed_fracti
 
 @pytest.fixture(scope="module")
 def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run of three steps that kept its batches and checkpoints."""
+    """A finished run of three steps that kept its batches and checkpoints."""
     torch.set_num_threads(1)
     with served_broker() as url:
         bench = Workbench(url=url, model=tiny_model, directory=tmp_path_factory.mktemp("replayed"))

@@ -1,4 +1,4 @@
-"""A run that breaks off before it has any checkpoint goes on as the same run."""
+"""A run that breaks off before its first checkpoint continues as the same run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .conftest import Workbench
 
 
 class DyingBridge(ServingBridge):
-    """Breaks off with the publish that would follow `last_version`."""
+    """A bridge whose publish after `last_version` raises."""
 
     last_version = 3
 

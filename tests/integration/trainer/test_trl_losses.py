@@ -1,4 +1,4 @@
-"""Our losses against TRL's own code, where an environment with TRL in it has been made and is asked for."""
+"""Our losses equal those of TRL's own code; it runs if an environment with TRL exists and is requested."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_losses_and_gradients_equal_trls_with_and_without_importance_correction(
     command = [PYTHON, ROOT / "benchmarks" / "trl_losses.py", "--inside", "--batches", "5"]
     printed = subprocess.run(command, check=True, env=environ, stdout=subprocess.PIPE, text=True).stdout
     rows = json.loads(printed.splitlines()[-1])
-    assert {row["loss"] for row in rows} == {"grpo", "dr_grpo", "dapo", "cispo", "gspo"}
+    assert {row["loss"] for row in rows} == {"grpo", "dr_grpo", "dapo", "cispo", "gspo", "luspo", "sapo", "vespo"}
     assert {row["correction"] for row in rows} == {"none", "token_truncate", "token_mask"}
     for row in rows:
         assert max(row["value"], row["gradient"]) < 1e-5, row

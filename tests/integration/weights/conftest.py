@@ -1,4 +1,4 @@
-"""Bridges: to the shared vLLM server of the session, to a server that a test may kill, with servers of their own."""
+"""Bridges to the session's shared vLLM server, to a server that a test may kill, or with servers of their own."""
 
 from __future__ import annotations
 
@@ -14,26 +14,21 @@ from typing import Any
 import psutil
 import pytest
 
-from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.vllm_manager import VllmOptions
-from example_trainer.weights.restart import RestartBridge, RestartOptions
-from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
+from example_trainer.weights.restart import RestartBridge
+from example_trainer.weights.shared_vllm import SharedVllmBridge
+from example_trainer.weights.testing import config_of
 
 
 @pytest.fixture
 def bridge_to() -> Iterator[Callable[..., SharedVllmBridge]]:
-    """A function from a server to a bridge; bridges are closed with the test."""
+    """A function that makes a bridge to a server; bridges are closed at the end of the test."""
     made: list[SharedVllmBridge] = []
 
-    def make(server: Any, *, policy: dict[str, Any] | None = None, **settings: Any) -> SharedVllmBridge:
-        options = SharedOptions(
-            policy=PolicyOptions(model_name=str(server.model), **(policy or {})),
-            server_url=server.url,
-            manifest_path=str(server.manifest_path),
-            wait_timeout_seconds=120.0,
-            **settings,
-        )
-        made.append(SharedVllmBridge(options))
+    def make(server: Any, *, lease_seconds: float = 30.0, **settings: Any) -> SharedVllmBridge:
+        usual = {"vllm_config_path": str(server.manifest_path), "wait_timeout": 120.0}
+        config = config_of(server.url, server.model, **usual | settings)
+        made.append(SharedVllmBridge(config, lease_seconds=lease_seconds))
         return made[-1]
 
     yield make
@@ -42,7 +37,7 @@ def bridge_to() -> Iterator[Callable[..., SharedVllmBridge]]:
 
 
 class RestartableServer:
-    """A vLLM server that keeps its port and its manifest's place when it is started again."""
+    """A vLLM server that keeps its port and its manifest's path when it is started again."""
 
     def __init__(self, model: Path, directory: Path) -> None:
         self.model = model
@@ -93,7 +88,7 @@ def restartable_server(tiny_qwen2: Path, tmp_path: Path) -> Iterator[Restartable
 
 @pytest.fixture
 def neighbours() -> tuple[int, int]:
-    """Two free ports, one next to the other."""
+    """Return two free ports next to each other."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as first:
             port = first.getsockname()[1]
@@ -106,24 +101,14 @@ def neighbours() -> tuple[int, int]:
 
 @pytest.fixture
 def bridge_for(tiny_qwen2: Path, tmp_path: Path, neighbours: tuple[int, int]) -> Iterator[Callable[..., RestartBridge]]:
-    """A function that makes a bridge with servers of its own; they are ended with the test, and nothing is left."""
+    """A function that makes a bridge with servers of its own; they end with the test and leave nothing."""
     made: list[RestartBridge] = []
     before = set(psutil.Process().children(recursive=True))
 
-    def make(*, policy: dict[str, Any] | None = None, **settings: Any) -> RestartBridge:
-        vllm = VllmOptions(
-            port=neighbours[0],
-            log_path=tmp_path / "logs" / "vllm.log",
-            served_model_name="policy",
-            tokenizer=str(tiny_qwen2),
-            max_model_len=4096,
-            drain_seconds=1.0,
-            extra_arguments=("--kv-cache-memory-bytes", str(64 << 20)),
-        )
-        options = PolicyOptions(model_name=str(tiny_qwen2), dtype="float32", **(policy or {}))
-        made.append(
-            RestartBridge(RestartOptions(policy=options, vllm=vllm, weights_dir=tmp_path / "served", **settings))
-        )
+    def make(**settings: Any) -> RestartBridge:
+        usual = {"weight_bridge_mode": "none", "run_dir": tmp_path, "dtype": "float32", "drain_seconds": 1.0}
+        config = config_of(f"http://127.0.0.1:{neighbours[0]}", tiny_qwen2, **usual | settings)
+        made.append(RestartBridge(config, VllmOptions.of(config).with_settings(kv_cache_memory_bytes=64 << 20)))
         return made[-1]
 
     yield make

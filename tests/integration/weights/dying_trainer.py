@@ -1,7 +1,7 @@
 """A small trainer that publishes once and is killed, by SIGKILL, at a given point.
 
-One process imports everything and attaches; each publish is made by a fork of it, so that a death costs no start.
-Read from standard input: `VERSION MASTERS POINT` lines. Written: the fork's process id, then how it ended.
+One process imports everything and attaches; each publish is made by a fork of it, so that a kill costs no start. It
+reads `VERSION MASTERS POINT` lines from standard input, and prints the fork's process id, then how it ended.
 """
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from dataclasses import replace
 
 import torch
 
-from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.weights import logprob_parity
-from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
+from example_trainer.weights.shared_vllm import SharedVllmBridge
+from example_trainer.weights.testing import config_of
 
 LEASE_SECONDS = 0.5
 """Lease of a publish that will not be ended; other publishes have a long one, for busy machines."""
 
 
 def variant(base, version):
-    """The weights of a version, clearly different from those of every other."""
+    """Return the weights of a version, clearly different from those of every other."""
     noise = torch.Generator().manual_seed(version)
     return {name: base[name] * (1 + 0.2 * torch.randn(base[name].shape, generator=noise)) for name in sorted(base)}
 
@@ -38,7 +37,7 @@ def die_after(owner, name):
 
 
 class DeadlyHalfWay(dict):
-    """Kills this process when half of its items have been read."""
+    """A mapping that kills this process when half of its items have been read."""
 
     def __getitem__(self, name):
         if list(self).index(name) >= len(self) // 2:
@@ -55,7 +54,7 @@ def set_masters(policy, weights):
 def publish(bridge, policy, version, weights, point):
     header = bridge._attached.header
     if point != "none":
-        bridge._options = replace(bridge._options, lease_seconds=LEASE_SECONDS)
+        bridge._lease_seconds = LEASE_SECONDS
     if point == "begun":
         die_after(bridge, "_begin")
     elif point == "header stamped":
@@ -79,9 +78,8 @@ def main(model, url, manifest):
     logprob_parity._PROMPT_LENGTHS, logprob_parity._OUTPUTS_PER_PROMPT = (4, 33), 2
     bridges = {}
     for masters in ("fp32", "none"):
-        options = PolicyOptions(model_name=model, dtype="float32", master_weights=masters)
-        settings = SharedOptions(policy=options, server_url=url, manifest_path=manifest, drain_seconds=0.05)
-        bridges[masters] = SharedVllmBridge(settings)
+        settings = {"dtype": "float32", "master_weights": masters, "vllm_config_path": manifest, "drain_seconds": 0.05}
+        bridges[masters] = SharedVllmBridge(config_of(url, model, **settings))
         policy = bridges[masters].prepare()
     base = {name: tensor.clone() for name, tensor in policy.checkpoint_tensors().items()}
     tell("ready")

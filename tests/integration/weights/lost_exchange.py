@@ -1,4 +1,4 @@
-"""One exchange between trainer and server that is lost: the request on its way, or the answer on its way back."""
+"""Loses one exchange between trainer and server: the request on its way, or the answer on its way back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from example_trainer.weight_protocol.client import ServerClient
 
 @contextmanager
 def losing(monkeypatch, what, moment, *, client=None):
-    """The next exchange with a path that ends in `what` is lost; yields those that were."""
+    """Lose the next exchange whose path ends in `what`; yield the list of lost ones."""
     call, lost = ServerClient._call, []
 
     def unreliable(self, method, path, *arguments, **settings):

@@ -1,4 +1,4 @@
-"""Clients that know nothing of versions, publishes or restarts: they keep connections and never retry."""
+"""Clients that are unaware of versions, publishes and restarts: they keep connections and never retry."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Answer:
 
 
 class PlainClients:
-    """Threads that each ask over a connection of their own, in turn by `/generate` and `/v1/completions`, and one that
+    """Threads with a connection each, which request `/generate` and `/v1/completions` in turn, and one that
     polls `/bridge/info`. `requests` gives the path and body of a client's nth request; `read` the version of an answer.
     """
 

@@ -1,4 +1,4 @@
-"""One publish, two servers: both move to a version or neither does, whatever breaks on the way."""
+"""A publish to two servers: both move to the version or neither does, whatever breaks on the way."""
 
 from __future__ import annotations
 
@@ -9,30 +9,34 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 
 from example_trainer.errors import PublishFailed, ServerRefused, ServerUnavailable
-from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.processes.ports import free_port
+from example_trainer.weight_protocol.broadcast_group import TIMEOUT_SECONDS, BroadcastGroup
 from example_trainer.weight_protocol.client import ServerClient
-from example_trainer.weight_protocol.transfer import TIMEOUT_SECONDS, BroadcastGroup
-from example_trainer.weights.broadcast import BroadcastBridge, BroadcastOptions
+from example_trainer.weights.broadcast import BroadcastBridge
 from example_trainer.weights.logprob_parity import _checked, _request, compare, probe_prompts
+from example_trainer.weights.testing import config_of
+from example_trainer.weights.weight_source import WeightSource
 
 from .lost_exchange import losing
 
 pytestmark = pytest.mark.vllm
 
 MAX_ERROR, MEAN_ERROR = 1e-4, 5e-6
+SMALL_BUCKET = 1 << 14
+"""Bucket size in bytes: the tiny model takes more than five, so that a transfer can break off between two."""
 
 # A server that does what the file it is given says; with an empty file all is as it should be.
 FAULTY = """
 import sys
 from pathlib import Path
 from example_trainer.serving.vllm.broadcast_worker import BroadcastWorker
-from example_trainer.weight_protocol.transfer import BroadcastGroup
+from example_trainer.weight_protocol.broadcast_group import BroadcastGroup
 
 fault = Path(sys.argv.pop(1))
 receive_one, load = BroadcastGroup._broadcast, BroadcastWorker.atropos_load_broadcast
@@ -65,7 +69,7 @@ def fault(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start(start_server, fault):
-    """Starts one of the two servers, the second being the faulty one; again, on the port it had."""
+    """Start one of the two servers, of which the second is faulty, or start it again on its port."""
     ports = [free_port(), free_port()]
 
     def start_one(index):
@@ -84,15 +88,17 @@ def servers(start):
 
 @pytest.fixture(scope="module")
 def bridge(servers):
-    options = BroadcastOptions(
-        policy=PolicyOptions(model_name=str(servers[0].model), dtype="float32"),
-        server_urls=[server.url for server in servers],
+    config = config_of(
+        servers[0].url,
+        servers[0].model,
+        dtype="float32",
+        num_inference_nodes=len(servers),
+        inference_urls=[server.url for server in servers],
         bridge_token="known",
-        wait_timeout_seconds=120,
-        lease_seconds=2,
+        wait_timeout=120,
         drain_seconds=0,
     )
-    made = BroadcastBridge(options)
+    made = BroadcastBridge(config, partial(WeightSource, limit_bytes=SMALL_BUCKET), lease_seconds=2)
     made.prepare()
     yield made
     made.close()
@@ -163,10 +169,10 @@ class Faults:
 
     def __init__(self, bridge, servers, monkeypatch):
         self.second, self.servers, self.patch = bridge._members[1].client, servers, monkeypatch
-        self.broadcast, self.begin, self.end = (
+        self.broadcast, self.begin, self.call = (
             BroadcastGroup._broadcast,
             ServerClient.begin_publish,
-            ServerClient.end_publish,
+            ServerClient._call,
         )
 
     def transfer_breaks_off(self):
@@ -190,14 +196,14 @@ class Faults:
         self.patch.setattr(ServerClient, "begin_publish", begin)
 
     def the_end_is_lost(self, answers):
-        """To the second server, as often as `answers` gives True."""
+        """Lose the end of a publish to the second server whenever `answers` gives True."""
 
-        def end(client, publish_id, version):
-            if client is self.second and next(answers, False):
+        def call(client, method, path, *body, **more):
+            if client is self.second and path == "/bridge/publish/end" and next(answers, False):
                 raise ServerUnavailable("no route to host")
-            return self.end(client, publish_id, version)
+            return self.call(client, method, path, *body, **more)
 
-        self.patch.setattr(ServerClient, "end_publish", end)
+        self.patch.setattr(ServerClient, "_call", call)
 
     def dies_while_it_receives(self, then):
         sent = []
@@ -252,7 +258,7 @@ def test_whatever_fails_before_all_have_loaded_both_go_on_with_the_old_version_u
 
 
 def test_r41_whichever_exchange_with_one_server_is_lost_both_come_to_the_new_version(bridge, servers, monkeypatch):
-    """They do so at once, or, if it is unknown whether one has loaded, after all have gone back to the old version."""
+    """They do so at once, or, if one may not have loaded, after all have gone back to the old version."""
     second, weights = bridge._members[1].client, bridge._policy.snapshot()
     exchanges = ("info", "join", "receive", "publish/begin", "load", "publish/end")
     started = time.monotonic()
@@ -280,7 +286,7 @@ def test_a_server_that_is_not_told_to_go_on_is_told_again(bridge, faults):
 
 
 def test_a_server_that_cannot_be_told_serves_neither_version_until_it_gets_the_new_one(bridge, servers, faults):
-    """Its lease expires; it cannot know which version the others serve, so it refuses until the publish is repeated."""
+    """Its lease expires; it cannot know the others' version, so it refuses until the publish is repeated."""
     version = bridge.highest_version() + 1
     shift(bridge._policy, 11)
     seen = set()

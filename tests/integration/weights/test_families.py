@@ -1,6 +1,6 @@
-"""Model families attach from the traced map alone and compute the server's logprobs, after each of several publishes.
+"""Model families attach by the traced map alone and compute the server's logprobs after each of several publishes.
 
-`ATROPOS_FAMILIES=all` runs every family; else the one whose checkpoint differs most from vLLM's tensors.
+`ATROPOS_FAMILIES=all` runs every family; the default is the one that differs most from vLLM's tensors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ EVERYWHERE = tuple(FAMILIES) if os.environ.get("ATROPOS_FAMILIES") == "all" else
 
 @pytest.fixture
 def model_of(tiny_qwen2, tmp_path):
-    """A function from a family to a directory with a random model of it."""
+    """A function that writes a random model of a family to a directory."""
 
     def make(family):
         import transformers

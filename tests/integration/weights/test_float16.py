@@ -1,6 +1,6 @@
-"""float16 with a real vLLM: five steps on its samples, each publish proven, in each mode that has a way of its own.
+"""Training in float16 with a real vLLM, in each mode: five steps on its samples, and a proof of each publish.
 
-One start of vLLM a mode. `shared_vllm` runs always, the others with `ATROPOS_FAMILIES=all`.
+vLLM starts once per mode. `shared_vllm` runs always, the others with `ATROPOS_FAMILIES=all`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import torch
 from atropos_api.wire import Batch, Group
 from example_trainer.config import TrainingConfig
 from example_trainer.data import MASKED, PLACEHOLDER_LOGPROB
-from example_trainer.modeling.loading import PolicyOptions
-from example_trainer.modeling.lora import AdapterOptions
 from example_trainer.step.train_step import make_train_step
 from example_trainer.vllm_manager import VllmOptions
 from example_trainer.weight_protocol.client import ServerClient
 from example_trainer.weights.logprob_parity import TOLERANCES
-from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge
-from example_trainer.weights.restart import RestartBridge, RestartOptions
+from example_trainer.weights.lora_only import LoraOnlyBridge
+from example_trainer.weights.restart import RestartBridge
+from example_trainer.weights.testing import config_of
 
 pytestmark = pytest.mark.vllm
 
@@ -30,7 +29,7 @@ long_form = pytest.mark.skipif(
     os.environ.get("ATROPOS_FAMILIES") != "all", reason="a start of vLLM each; ATROPOS_FAMILIES=all runs it"
 )
 STEPS = 5
-EVERY_PUBLISH = {"sync_check_every": 1}
+EVERY_PUBLISH = {"sync_check": "every"}
 
 
 @pytest.fixture(scope="module")
@@ -45,23 +44,16 @@ def half_model(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return directory
 
 
-def options(model, **more):
-    return PolicyOptions(model_name=str(model), dtype="auto", device="cpu", **more)
-
-
-def vllm_options(model, directory, port, *flags):
-    return VllmOptions(
-        port=port,
-        log_path=directory / "vllm.log",
-        served_model_name="policy",
-        tokenizer=str(model),
-        max_model_len=1024,
-        extra_arguments=("--kv-cache-memory-bytes", str(64 << 20), *flags),
-    )
+def trainer(model, directory, port, mode, **changes):
+    """Return the configuration of a trainer, and the options of its own server."""
+    usual = {"weight_bridge_mode": mode, "run_dir": directory, "dtype": "auto", "device": "cpu", "wait_timeout": 240}
+    url = f"http://127.0.0.1:{port}"
+    config = config_of(url, model, **usual | {"max_model_len": 1024} | EVERY_PUBLISH | changes)
+    return config, VllmOptions.of(config).with_settings(kv_cache_memory_bytes=64 << 20)
 
 
 def sampled_batch(client, number, version):
-    """Four groups of the server's own samples, rewarded for even tokens."""
+    """Return four groups of the server's own samples, rewarded for even tokens."""
     groups = []
     for seed in range(4):
         prompt = [(7 * seed + at) % 300 for at in range(8)]
@@ -82,7 +74,7 @@ def sampled_batch(client, number, version):
 
 
 def train_five_steps(bridge, mode, client_of):
-    """Train on the server's samples and publish each step, with a proof each."""
+    """Train on the server's samples; publish and prove each step."""
     policy = bridge.prepare()
     settings = {"model_name": policy.tokenizer_name, "dtype": "auto", "weight_bridge_mode": mode, "optimizer": "adamw"}
     step = make_train_step(TrainingConfig.model_validate(settings | {"lr": 1e-3, "seq_len": 64}), policy)
@@ -105,25 +97,16 @@ def train_five_steps(bridge, mode, client_of):
 def test_shared_tensors_in_float16_are_trained_and_proven(half_model, restartable_server, bridge_to):
     restartable_server.model = half_model
     restartable_server.start("--max-model-len", "1024")
-    bridge = bridge_to(restartable_server, policy={"dtype": "auto"}, forwards_from_masters=False, **EVERY_PUBLISH)
+    bridge = bridge_to(restartable_server, dtype="auto", forward_weights="views", **EVERY_PUBLISH)
     train_five_steps(bridge, "shared_vllm", lambda bridge: bridge._attached.client)
     assert {view.dtype for view in bridge._policy.served.values()} == {torch.float16}
 
 
 @long_form
 def test_adapters_over_a_float16_base_are_trained_and_proven(half_model, tmp_path, neighbours):
-    adapter = AdapterOptions(r=8, target_modules=("all-linear",))
-    flags = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4")
-    bridge = LoraHotswapBridge(
-        HotswapOptions(
-            policy=options(half_model, adapter=adapter),
-            server_url=f"http://127.0.0.1:{neighbours[0]}",
-            adapters_dir=tmp_path / "served",
-            vllm=vllm_options(half_model, tmp_path, neighbours[0], *flags),
-            wait_timeout_seconds=240,
-            **EVERY_PUBLISH,
-        )
-    )
+    adapter = {"lora_r": 8, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"]}
+    config, vllm = trainer(half_model, tmp_path, neighbours[0], "lora_only", **adapter)
+    bridge = LoraOnlyBridge(config, vllm=vllm)
     try:
         train_five_steps(bridge, "lora_only", lambda bridge: bridge._server)
     finally:
@@ -132,15 +115,7 @@ def test_adapters_over_a_float16_base_are_trained_and_proven(half_model, tmp_pat
 
 @long_form
 def test_checkpoints_in_float16_are_read_by_a_running_server_and_proven(half_model, tmp_path, neighbours):
-    bridge = RestartBridge(
-        RestartOptions(
-            policy=options(half_model),
-            vllm=vllm_options(half_model, tmp_path, neighbours[0]),
-            weights_dir=tmp_path / "served",
-            method="reload",
-            **EVERY_PUBLISH,
-        )
-    )
+    bridge = RestartBridge(*trainer(half_model, tmp_path, neighbours[0], "none", restart_method="reload"))
     try:
         train_five_steps(bridge, "none", lambda bridge: ServerClient(bridge._manager.url, bridge._manager.token))
     finally:

@@ -1,7 +1,7 @@
-"""One server takes another's place under clients that know nothing of it: no request fails, no version falls.
+"""One server replaces another under clients that are unaware of it: no request fails, no version falls.
 
-The servers' whole way of starting, handing over and ending is the real one, without vLLM, so that a restart takes a
-second; `test_restart_bridge` has the same with vLLM.
+The servers start, hand over and end by the real code, without vLLM, so that a restart takes a second;
+`test_restart_bridge` has the same with vLLM.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from example_trainer.weight_protocol.client import ServerClient
 
 from .plain_clients import PlainClients
 
+IMPORT_SECONDS = 3.0
 PROGRAM = (sys.executable, "-m", "example_trainer.serving.testing")
 
 
@@ -38,19 +39,18 @@ def free_port():
 
 @pytest.fixture
 def manager(tmp_path):
-    """A function that makes a manager of servers without vLLM."""
+    """A function that creates a manager of servers without vLLM."""
     made = []
 
-    def make(*arguments, drain_seconds=0.1, port=None):
+    def make(*, drain_seconds=0.1, port=None, **more):
         options = VllmOptions(
             port=port or free_port(),
             log_path=tmp_path / "logs" / "vllm.log",
-            served_model_name="m",
-            tokenizer="t",
+            model_name="m",
             drain_seconds=drain_seconds,
             ready_timeout_seconds=60.0,
-            extra_arguments=arguments,
             program=PROGRAM,
+            **more,
         )
         made.append(VllmManager(options))
         return made[-1]
@@ -61,7 +61,7 @@ def manager(tmp_path):
 
 
 def request_of(number, turn):
-    """Every third in a stream, some longer than a server waits for, some too long for one read of a socket."""
+    """Return a request: every third streams, some take longer than a server waits, or exceed one read of a socket."""
     body = {"client": number, "turn": turn, "seconds": 0.4 if (number + turn) % 4 == 0 else 0.02}
     if number == 0:
         body["text"] = "x" * 300_000
@@ -124,6 +124,73 @@ def test_r42_a_server_that_dies_loading_or_serving_is_followed_by_one_that_answe
     waiting.close()
 
 
+@pytest.fixture
+def with_standby(manager, monkeypatch):
+    """A manager with a server of version 1, and a standby for the next one: imports last for seconds."""
+    monkeypatch.setattr(vllm_manager, "has_room", lambda *_, **__: True)
+    vllm = manager(standby=True, settings={"import_seconds": IMPORT_SECONDS, "adapter": "first"})
+    vllm.start("m", version=1)
+    vllm.wait_until_ready(1)
+    vllm.prepare_standby()
+    return vllm
+
+
+def imported(vllm):
+    """Return the standby's process id, once its imports are over."""
+    time.sleep(IMPORT_SECONDS + 1.0)
+    assert vllm._standby.running
+    return vllm._standby.pid
+
+
+def test_a_standby_serves_the_next_version_without_importing_anything(with_standby):
+    vllm = with_standby
+    with PlainClients(vllm.url, request_of, read, pause_seconds=0.03, patience_seconds=30.0) as clients:
+        for version in range(2, 5):
+            pid = imported(vllm)
+            began = time.monotonic()
+            assert vllm.replace("m", version=version, adapter="next").info.policy_version == version
+            assert time.monotonic() - began < IMPORT_SECONDS
+            assert vllm.pid == pid
+            vllm.prepare_standby()
+    assert clients.failures == clients.falling() == []
+    assert {answer.version for answer in clients.answers} == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_standby_that_has_been_killed_is_done_without(with_standby, monkeypatch, room):
+    monkeypatch.setattr(vllm_manager, "has_room", lambda *_, **__: room)
+    pid = imported(with_standby)
+    os.kill(pid, signal.SIGKILL)
+    assert with_standby.replace("m", version=2).info.policy_version == 2
+    assert with_standby.pid != pid
+
+
+def test_a_standby_answers_those_who_wait_for_a_server_that_was_killed(with_standby):
+    pid = imported(with_standby)
+    os.kill(with_standby.pid, signal.SIGKILL)
+    waiting = http.client.HTTPConnection("127.0.0.1", with_standby._options.port, timeout=60)
+    waiting.request("GET", "/bridge/info")
+    with_standby.replace("m", version=2)
+    assert json.loads(waiting.getresponse().read())["policy_version"] == 2
+    assert with_standby.pid == pid
+    waiting.close()
+
+
+def test_a_standby_ends_with_its_manager_and_is_not_started_without_memory(with_standby, monkeypatch):
+    pid = imported(with_standby)
+    with_standby.prepare_standby()
+    assert with_standby._standby.pid == pid, "there is one already"
+    began = time.monotonic()
+    with_standby.stop()
+    assert time.monotonic() - began < 8
+    assert not psutil.pid_exists(pid)
+    with_standby.start("m", version=2)
+    with_standby.wait_until_ready(2)
+    monkeypatch.setattr(vllm_manager, "STANDBY_FREE_BYTES", 1 << 60)
+    with_standby.prepare_standby()
+    assert with_standby._standby is None
+
+
 def _version(connection):
     connection.request("GET", "/bridge/info")
     return json.loads(connection.getresponse().read())["policy_version"]
@@ -150,7 +217,7 @@ def test_a_server_that_is_stopped_for_good_says_so_to_who_waits_and_closes_the_p
 def test_a_port_that_is_taken_is_told_before_anything_is_started(manager):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         vllm = manager(port=taken.getsockname()[1])
-        with pytest.raises(ServerUnavailable, match=rf"port {vllm._options.port} is taken by process {os.getpid()}"):
+        with pytest.raises(ServerUnavailable, match=rf"port {vllm._options.port} is taken by pid {os.getpid()}"):
             vllm.start("m", version=1)
     assert vllm.pid is None
 
@@ -210,5 +277,5 @@ def test_of_two_servers_that_want_a_port_the_second_ends_at_once_with_one_line(s
     second = started("--port", port)
     assert second.wait(60) == 2
     line = second.stderr.read()
-    assert line.startswith(f"testing_server: error: port {port} is taken by process {first.pid} ")
+    assert line.startswith(f"testing_server: error: port {port} is taken by pid {first.pid} ")
     assert line.count("\n") == 1

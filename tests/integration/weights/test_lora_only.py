@@ -1,4 +1,4 @@
-"""`lora_only` from the trainer's side: adapters go to a running server, which keeps decoding; nothing is restarted."""
+"""The trainer's side of `lora_only`: adapters go to a running server, which keeps decoding; nothing is restarted."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ import pytest
 import torch
 
 from example_trainer.errors import CannotSwap, ProofFailed
-from example_trainer.modeling.loading import PolicyOptions
-from example_trainer.modeling.lora import AdapterOptions
 from example_trainer.vllm_manager import VllmOptions
 from example_trainer.weight_protocol.client import ServerClient
 from example_trainer.weights.logprob_parity import _checked, _request, compare, probe_prompts
-from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge, ServersHotswapBridge
+from example_trainer.weights.lora_only import LoraOnlyBridge, SeveralServersBridge
+from example_trainer.weights.testing import config_of
 
 from .lost_exchange import losing
 
 pytestmark = pytest.mark.vllm
 
-ADAPTER = AdapterOptions(r=8, alpha=16, target_modules=("all-linear",))
+ADAPTER = {"lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"]}
 
 
 def free_port():
@@ -34,28 +33,18 @@ def free_port():
         return free.getsockname()[1]
 
 
+def trainer(url, model, **changes):
+    """Return the configuration of a trainer of adapters."""
+    usual = {"weight_bridge_mode": "lora_only", "dtype": "float32", "max_model_len": 2048} | ADAPTER
+    return config_of(url, model, **usual | changes)
+
+
 @pytest.fixture(scope="module")
 def bridge(tiny_qwen2, tmp_path_factory):
     """A bridge to a port without a server, so that it starts its own server there."""
-    folder, port = tmp_path_factory.mktemp("hotswap"), free_port()
-    vllm = VllmOptions(
-        port=port,
-        log_path=folder / "vllm.log",
-        served_model_name=str(tiny_qwen2),
-        tokenizer=str(tiny_qwen2),
-        max_model_len=2048,
-        dtype="float32",
-        extra_arguments=("--kv-cache-memory-bytes", str(64 << 20), "--enable-lora", "--max-lora-rank", "8"),
-    )
-    options = HotswapOptions(
-        policy=PolicyOptions(model_name=str(tiny_qwen2), dtype="float32", adapter=ADAPTER),
-        server_url=f"http://127.0.0.1:{port}",
-        adapters_dir=folder / "served",
-        vllm=vllm,
-        wait_timeout_seconds=240,
-        sync_check_every=2,
-    )
-    made = LoraHotswapBridge(options)
+    folder, port = tmp_path_factory.mktemp("lora_only"), free_port()
+    config = trainer(f"http://127.0.0.1:{port}", tiny_qwen2, run_dir=folder, wait_timeout=240, sync_check="2")
+    made = LoraOnlyBridge(config, vllm=VllmOptions.of(config).with_settings(kv_cache_memory_bytes=64 << 20))
     made.prepare()
     yield made
     made.close()
@@ -81,7 +70,7 @@ def agrees(bridge, version):
 
 
 def test_r27_a_server_that_awaits_its_policy_serves_nothing_before_the_first_publish(bridge):
-    client = ServerClient(bridge._options.server_url)
+    client = ServerClient(bridge._url)
     assert client.info().policy_version is None
     assert client._http.post("/generate", json={"prompt": [1], "max_tokens": 1}).status_code == 503
     assert client._http.post("/v1/completions", json={"prompt": [1], "max_tokens": 1}).status_code == 503
@@ -95,13 +84,13 @@ def test_r5_each_publish_is_served_at_once_and_no_adapter_is_read_from_a_file(br
         shift(bridge._policy, version)
         bridge.publish(version)
         assert agrees(bridge, version)
-    assert list(bridge._options.adapters_dir.glob("*")) == []
+    assert list((bridge._config.run_dir / "served").glob("*")) == []
     debug = bridge._server._client.call("GET", "/bridge/debug")
     assert debug["adapter_disk_loads_total"] == 0
 
 
 def test_an_idle_swap_takes_milliseconds(bridge):
-    """The promise is a median under 50 ms; benchmarks/sync measures it, here it is held loosely on a busy machine."""
+    """The promise is a median under 50 ms, which benchmarks/sync measures; this bound is loose, for busy machines."""
     version = bridge.highest_version()
     seconds = []
     for number in range(1, 8):
@@ -169,13 +158,8 @@ def test_a_server_killed_under_the_trainer_is_started_again_and_gets_the_newest_
 
 
 def test_a_server_without_adapters_is_refused_with_the_remedy(plain_server, tmp_path):
-    options = HotswapOptions(
-        policy=PolicyOptions(model_name=str(plain_server.model), dtype="float32", adapter=ADAPTER),
-        server_url=plain_server.url,
-        adapters_dir=tmp_path,
-        wait_timeout_seconds=20,
-    )
-    refused = LoraHotswapBridge(options)
+    config = trainer(plain_server.url, plain_server.model, start_vllm="never", run_dir=tmp_path, wait_timeout=20)
+    refused = LoraOnlyBridge(config)
     with pytest.raises(CannotSwap, match="--enable-lora --max-lora-rank 8"):
         refused.prepare()
     refused.close()
@@ -184,21 +168,9 @@ def test_a_server_without_adapters_is_refused_with_the_remedy(plain_server, tmp_
 def test_every_server_that_is_named_gets_each_adapter_and_proves_it(start_server, tiny_qwen2, tmp_path):
     flags = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4")
     servers = [start_server(*flags, environ={"ATROPOS_BRIDGE_TOKEN": "known"}) for _ in range(2)]
-    bridge = ServersHotswapBridge(
-        [
-            LoraHotswapBridge(
-                HotswapOptions(
-                    policy=PolicyOptions(model_name=str(tiny_qwen2), dtype="float32", adapter=ADAPTER),
-                    server_url=server.url,
-                    adapters_dir=tmp_path / str(index),
-                    bridge_token="known",
-                    wait_timeout_seconds=60,
-                    sync_check_every=1,
-                )
-            )
-            for index, server in enumerate(servers)
-        ]
-    )
+    urls = [server.url for server in servers]
+    settings = {"num_inference_nodes": len(urls), "inference_urls": urls, "bridge_token": "known", "run_dir": tmp_path}
+    bridge = SeveralServersBridge(trainer(urls[0], tiny_qwen2, wait_timeout=60, sync_check="every", **settings))
     try:
         policy = bridge.prepare()
         for version in (1, 2):

@@ -1,6 +1,6 @@
-"""A stock vLLM and its adapters, under a new name each: the trainer tells the broker, and environments ask for it.
+"""A stock vLLM gets each adapter under a new name; the trainer sends it to the broker, and environments use it.
 
-Such a server needs half a minute to start, so this runs where ATROPOS_STOCK_VLLM=1 asks for it.
+Such a server needs half a minute to start, so this runs only with ATROPOS_STOCK_VLLM=1.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from environments.sdk.inference.sampling import Sampling
 from environments.sdk.runtime.broker_session import BrokerConnection
 from environments.sdk.server_manager import ServerManager
 from example_trainer.api import BrokerSession
-from example_trainer.modeling.loading import PolicyOptions
-from example_trainer.modeling.lora import AdapterOptions
 from example_trainer.processes.ports import free_port
 from example_trainer.weights.logprob_parity import _Sample, compare
-from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge
+from example_trainer.weights.lora_only import LoraOnlyBridge
+from example_trainer.weights.testing import config_of
 
 pytestmark = [
     pytest.mark.vllm,
@@ -39,7 +38,7 @@ pytestmark = [
 
 logger = logging.getLogger(__name__)
 
-ADAPTER = AdapterOptions(r=8, alpha=16, target_modules=("all-linear",))
+ADAPTER = {"lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"]}
 VARIABLES = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -85,13 +84,8 @@ def _is_healthy(url):
 
 @pytest.fixture
 def bridge(stock_url, tiny_qwen2, tmp_path):
-    options = HotswapOptions(
-        policy=PolicyOptions(model_name=str(tiny_qwen2), dtype="float32", adapter=ADAPTER),
-        server_url=stock_url,
-        adapters_dir=tmp_path / "served",
-        versions_kept=2,
-    )
-    made = LoraHotswapBridge(options)
+    usual = {"weight_bridge_mode": "lora_only", "run_dir": tmp_path, "dtype": "float32", "max_staleness": 0}
+    made = LoraOnlyBridge(config_of(stock_url, tiny_qwen2, **usual | ADAPTER))
     made.prepare()
     yield made
     made.close()

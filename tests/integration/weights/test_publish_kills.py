@@ -1,7 +1,7 @@
-"""`kill -9` of a trainer at every step of a publish, with the real bridge, header and fence; only vLLM is left out.
+"""`kill -9` of a trainer at every step of a publish, with the real bridge, header and fence, but without vLLM.
 
-The server decodes meanwhile. Whatever a killed trainer leaves, each token is of the version stamped on it, and the
-server either serves a whole version or refuses until the next trainer has published.
+The server decodes meanwhile. In every case each token is of the version stamped on it, and the server either serves a
+whole version or refuses until the next trainer has published.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AT_THE_SERVER = {
     "end arrives": (END, "request"),
     "end is answered": (END, "answer"),
 }
-"""Steps that the trainer cannot see: it is killed from outside, while the server carries out what it has asked."""
+"""Steps at which the trainer is killed from outside, while the server handles its request."""
 OLD = ("begin arrives", "begin is answered", "begun")
 TORN = ("header stamped", "half written", "written")
 NEW = ("header whole", "end arrives", "end is answered", "ended")
@@ -74,7 +74,7 @@ class Trainer:
 
 
 class Sampling:
-    """Asks for rollouts without a pause; keeps the answers, and how the server refuses."""
+    """A client that requests rollouts without a pause and records the answers and refusals."""
 
     def __init__(self, url, workers=1):
         self.samples, self.refusals, self.errors = [], set(), []
@@ -125,7 +125,7 @@ def trainer(tiny_qwen2, fake):
 def test_r41_killed_at_any_step_of_a_publish_a_trainer_leaves_a_whole_version_or_a_server_that_refuses(
     fake, reference, trainer
 ):
-    """With masters of its own, and with the served weights for masters, which change before the publish."""
+    """Either it has masters of its own, or the served weights are the masters and change before the publish."""
     client = ServerClient(fake.url)
     served = version = 1
     assert trainer.publish(served) == 0
@@ -158,7 +158,7 @@ def wait_until(condition, seconds=20.0):
 
 
 def judge(reference, samples, last):
-    """Each token's logprob is that of the version stamped on it, and clearly not that of another."""
+    """Check that each token's logprob is that of the version stamped on it, and of no other."""
     versions = {span[2] for sample in samples for span in sample["policy_versions"][0]}
     assert last in versions
     assert len(versions) >= len(NEW) + len(TORN)

@@ -1,6 +1,6 @@
-"""`--load-in-4bit` with a real vLLM: the server computes with the values of the 4-bit base, which every publish proves.
+"""`--load-in-4bit` with a real vLLM: the server computes with the 4-bit base's values, which each publish proves.
 
-`lora_only` has one server; `lora_restart` starts one for each publish, so ATROPOS_RESTARTS=10 asks for it.
+`lora_only` has one server; `lora_restart` starts one for each publish, so it runs with ATROPOS_RESTARTS=10 only.
 """
 
 from __future__ import annotations
@@ -18,15 +18,21 @@ from example_trainer.processes.ports import free_port
 from example_trainer.vllm_manager import VllmOptions
 from example_trainer.weights import logprob_parity
 from example_trainer.weights.logprob_parity import TOLERANCES
-from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge
+from example_trainer.weights.lora_only import LoraOnlyBridge
+from example_trainer.weights.testing import config_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 pytest.importorskip("bitsandbytes")
 
 RESTARTS = int(os.environ.get("ATROPOS_RESTARTS", "1"))
-LORA = ("--enable-lora", "--max-lora-rank", "8")
 TARGETS = {"r": 8, "alpha": 16, "target_modules": ("all-linear",)}
-ADAPTER = AdapterOptions(**TARGETS, quantise="nf4")
+ADAPTER = {
+    "lora_r": 8,
+    "lora_alpha": 16,
+    "lora_dropout": 0.0,
+    "lora_target_modules": ["all-linear"],
+    "load_in_4bit": True,
+}
 
 
 def shift(policy, seed):
@@ -38,7 +44,7 @@ def shift(policy, seed):
 
 @pytest.fixture
 def proofs(monkeypatch):
-    """The agreements that proofs have found."""
+    """The agreements that the proofs found."""
     found, compare = [], logprob_parity.compare
 
     def note(*arguments):
@@ -57,24 +63,10 @@ def check(proofs, publishes):
 
 @pytest.fixture
 def bridge(tiny_qwen2, tmp_path):
-    vllm = VllmOptions(
-        port=free_port(),
-        log_path=tmp_path / "vllm.log",
-        served_model_name=str(tiny_qwen2),
-        tokenizer=str(tiny_qwen2),
-        max_model_len=2048,
-        extra_arguments=("--kv-cache-memory-bytes", str(64 << 20), *LORA),
-    )
-    options = HotswapOptions(
-        policy=PolicyOptions(model_name=str(tiny_qwen2), dtype="float32", adapter=ADAPTER),
-        server_url=f"http://127.0.0.1:{vllm.port}",
-        adapters_dir=tmp_path / "served",
-        base_dir=tmp_path / "served" / "base",
-        vllm=vllm,
-        wait_timeout_seconds=240,
-        sync_check_every=1,
-    )
-    made = LoraHotswapBridge(options)
+    usual = {"weight_bridge_mode": "lora_only", "run_dir": tmp_path, "dtype": "float32", "max_model_len": 2048}
+    usual |= {"wait_timeout": 240, "sync_check": "every", "load_in_4bit": True} | ADAPTER
+    config = config_of(f"http://127.0.0.1:{free_port()}", tiny_qwen2, **usual)
+    made = LoraOnlyBridge(config, vllm=VllmOptions.of(config).with_settings(kv_cache_memory_bytes=64 << 20))
     yield made
     made.close()
 
@@ -97,12 +89,7 @@ def test_in_lora_only_every_publish_is_proven_on_a_base_in_four_bits(bridge, pro
 
 @pytest.mark.skipif(RESTARTS == 1, reason="a start of vLLM for each publish; ATROPOS_RESTARTS=10 runs it")
 def test_in_lora_restart_every_publish_is_proven_on_a_base_in_four_bits(bridge_for, proofs, tmp_path):
-    bridge = bridge_for(
-        policy={"adapter": ADAPTER},
-        adapter_arguments=(*LORA, "--max-loras", "1"),
-        base_dir=tmp_path / "served" / "base",
-        sync_check_every=1,
-    )
+    bridge = bridge_for(weight_bridge_mode="lora_restart", sync_check="every", load_in_4bit=True, **ADAPTER)
     policy = bridge.prepare()
     for version in range(1, 4):
         shift(policy, version)

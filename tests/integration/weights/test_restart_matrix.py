@@ -1,8 +1,8 @@
-"""No torn and no stale token where weights come by files: `none` by restart and by reading in place, `lora_restart`.
+"""No torn or stale token with weights from files: `none` by restart and by reading in place, and `lora_restart`.
 
-Publishes under each kind of load, and the judgement of every token by the version stamped on it. A restart takes about
-ten seconds, and no token can cross one, so these cells have a tenth of the publishes. Minutes each, so
-`ATROPOS_PUBLISHES=100` asks for them; `tests/integration/serving` has the cells of the other modes.
+Publishes under each kind of load, and the check of every token by the version stamped on it. A restart takes about ten
+seconds, and no token can cross one, so these cells have a tenth of the publishes. Each takes minutes, so they run with
+`ATROPOS_PUBLISHES=100` only; `tests/integration/serving` has the cells of the other modes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ import time
 import pytest
 import torch
 
-from example_trainer.modeling.lora import AdapterOptions
-
-from .load import Load, differences
+from .rollout_load import RolloutLoad, differences
 
 PUBLISHES = int(os.environ.get("ATROPOS_PUBLISHES", "0"))
-ADAPTER = AdapterOptions(r=8, alpha=16, target_modules=("all-linear",))
-ADAPTER_ARGUMENTS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "1")
+ADAPTER = {"lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"]}
 MODES = {
     "none by restart": {},
-    "none by reload": {"method": "reload"},
-    "lora_restart": {"policy": {"adapter": ADAPTER}, "adapter_arguments": ADAPTER_ARGUMENTS},
+    "none by reload": {"restart_method": "reload"},
+    "lora_restart": {"weight_bridge_mode": "lora_restart", **ADAPTER},
 }
 LOADS = {
     "idle": {"workers": 2},
@@ -45,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @pytest.fixture
 def randomise(tiny_qwen2):
-    """A function that gives a policy other masters, clearly different from those of every other number."""
+    """A function that gives a policy the masters of a number, clearly different from all others."""
     bases: dict[int, dict[str, torch.Tensor]] = {}
 
     def change(policy, number):
@@ -63,7 +60,7 @@ def randomise(tiny_qwen2):
 
 
 def await_answers(load):
-    """From half of the workers."""
+    """Wait for answers to half of the workers."""
     count, deadline = len(load.samples) + load.workers // 2 + 1, time.monotonic() + 300
     while len(load.samples) < count:
         assert time.monotonic() < deadline, load.errors[:1]
@@ -85,7 +82,7 @@ def test_r5_under_any_load_each_token_is_of_the_version_stamped_on_it(bridge_for
     publish(1)
     publishes = PUBLISHES if mode == "none by reload" else max(1, PUBLISHES // 10)
     versions = range(2, publishes + 2)
-    load = Load(bridge._manager.url, **LOADS[kind])
+    load = RolloutLoad(bridge._manager.url, **LOADS[kind])
     if kind == "idle":
         for version in versions:
             publish(version)

@@ -1,4 +1,4 @@
-"""One copy of the weights between this process and a real vLLM: seen at once, written under a fence, proven."""
+"""One copy of the weights, shared with a real vLLM: changes show at once, are written under a fence, and proven."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ pytestmark = pytest.mark.vllm
 TOKENS = torch.arange(3, 67).view(2, 32)
 VERSION_GAP = 1e-2
 FORMS = {
-    "views": {"forwards_from_masters": False},
-    "masters": {"forwards_from_masters": True},
-    "none": {"forwards_from_masters": False, "policy": {"master_weights": "none"}},
+    "views": {"forward_weights": "views"},
+    "masters": {"forward_weights": "masters"},
+    "none": {"forward_weights": "views", "master_weights": "none"},
 }
 """Bridge settings by form: the place of the masters, and the weights that the forward reads."""
 
 
 def samples_of(bridge, version):
-    """The probe, sampled by the server now."""
+    """Return samples of the probe from the server."""
     attachment = bridge._attached
     prompts = probe_prompts(int(bridge._policy.hf_config.vocab_size), attachment.info.max_model_len)
     generate = attachment.client.generate
@@ -70,7 +70,7 @@ def processes_of(server):
 
 
 def differing_share(policy, samples, old):
-    """The share of tokens whose logprob under the old weights is clearly another."""
+    """Return the share of tokens whose logprob under the old weights is clearly different."""
     apart = []
     for sample in samples:
         tokens = torch.tensor([[*sample.prompt, *output] for output in sample.outputs])
@@ -114,16 +114,16 @@ def test_a_prompt_cached_under_the_old_version_gets_the_new_versions_values(shar
 
 
 def test_one_copy_an_element_written_here_is_the_servers_with_no_request_in_between(shared_server, bridge_to):
-    policy = bridge_to(shared_server, forwards_from_masters=False).prepare()
-    before = shared_server.debug()["checksum"]
+    policy = bridge_to(shared_server, forward_weights="views").prepare()
+    before = shared_server.checksum()
     parameter = policy.module.get_parameter("model.layers.1.self_attn.k_proj.weight")
     kept = parameter[3, 5].item()
     with torch.no_grad():
         parameter[3, 5] = kept + 1.0
-    assert shared_server.debug()["checksum"] != before
+    assert shared_server.checksum() != before
     with torch.no_grad():
         parameter[3, 5] = kept
-    assert shared_server.debug()["checksum"] == before
+    assert shared_server.checksum() == before
 
 
 def test_one_copy_the_segment_is_the_same_file_in_both_processes_and_counted_once(shared_server, bridge_to):
@@ -169,7 +169,7 @@ def test_no_file_over_a_megabyte_is_written_per_publish(shared_server, bridge_to
 
 
 def _written(processes):
-    """Return the bytes that these processes passed to write(): files, pipes and sockets together."""
+    """Return the bytes that these processes passed to write(), for files, pipes and sockets."""
     return sum(process.io_counters().write_chars for process in processes)
 
 
@@ -177,7 +177,7 @@ def test_r36_four_epochs_a_batch_are_one_publish_with_the_losses_of_the_view_for
     losses = {}
     base = None
     for form in ("views", "masters"):
-        bridge = bridge_to(shared_server, forwards_from_masters=form == "masters")
+        bridge = bridge_to(shared_server, forward_weights="masters" if form == "masters" else "views")
         policy = bridge.prepare()
         base = base or policy.snapshot()
         policy.load_masters(base)
@@ -222,7 +222,7 @@ def test_a_publish_into_running_requests_reports_what_it_made_the_server_compute
 def test_r26_a_trainer_killed_while_it_writes_leaves_a_server_that_refuses_until_a_whole_publish(
     shared_server, bridge_to, form
 ):
-    """Without masters it is killed inside the optimizer's step; the weights then come from the last checkpoint."""
+    """Without masters it is killed inside the optimizer step; the weights then come from the last checkpoint."""
     bridge = bridge_to(shared_server, lease_seconds=1.0, **FORMS[form])
     policy = bridge.prepare()
     bridge.publish(bridge.highest_version() + 1)
@@ -275,7 +275,7 @@ def test_r41_a_trainer_killed_between_its_whole_write_and_the_end_leaves_the_new
 def die_with_the_whole_write(bridge, version):
     """Publish in a process of its own that is killed before it ends the publish."""
     try:
-        bridge._attached.client.end_publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        bridge._attached.client.end_publish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         bridge.publish(version)
     finally:
         os._exit(1)
@@ -297,9 +297,9 @@ def die_while_writing(bridge, policy):
 
 
 def test_bf16_is_proven_by_rounding_and_learns_in_the_served_tensors_without_masters(restartable_server, bridge_to):
-    """From fp32 masters first; then without any: each step is rounded stochastically where the server reads it."""
+    """The first steps have fp32 masters, the rest none: each step is rounded stochastically in the served tensors."""
     restartable_server.start("--dtype", "bfloat16")
-    bridge = bridge_to(restartable_server, forwards_from_masters=False)
+    bridge = bridge_to(restartable_server, forward_weights="views")
     policy = bridge.prepare()
     bridge.publish(1)
     train_one_step(policy)
@@ -360,7 +360,7 @@ def write_into_a_wrong_slice(policy):
 
 @pytest.mark.parametrize("fault", [leave_one_out, write_into_a_wrong_slice])
 def test_a_sync_check_after_every_publish_finds_a_fault_within_one(shared_server, bridge_to, fault):
-    bridge = bridge_to(shared_server, forwards_from_masters=True, sync_check_every=1)
+    bridge = bridge_to(shared_server, forward_weights="masters", sync_check="every")
     policy = bridge.prepare()
     version = bridge.highest_version()
     for _ in range(2):
@@ -374,7 +374,7 @@ def test_a_sync_check_after_every_publish_finds_a_fault_within_one(shared_server
 
 
 def test_a_sync_check_notices_a_server_that_reads_other_memory(shared_server, bridge_to):
-    bridge = bridge_to(shared_server, forwards_from_masters=True)
+    bridge = bridge_to(shared_server, forward_weights="masters")
     bridge.prepare()
     attachment = bridge._attached
     attachment.check_memory()

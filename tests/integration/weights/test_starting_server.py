@@ -1,4 +1,4 @@
-"""Programs are started in any order: a trainer that finds a server still loading waits for it and starts none."""
+"""Programs may be started in any order: a trainer that finds a server still loading waits for it and starts none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
@@ -14,10 +15,10 @@ import pytest
 import torch
 
 from example_trainer.errors import ServerUnavailable
-from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.vllm_manager import VllmOptions
 from example_trainer.weights import lora_only
-from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge
+from example_trainer.weights.lora_only import LoraOnlyBridge
+from example_trainer.weights.testing import config_of
 
 PROGRAM = (sys.executable, "-m", "example_trainer.serving.testing")
 
@@ -31,17 +32,9 @@ def bridge_to(tmp_path, monkeypatch):
     monkeypatch.setattr(lora_only, "stored_config", lambda _: None)
 
     def make(port):
-        vllm = VllmOptions(
-            port=port, log_path=tmp_path / "vllm.log", served_model_name="m", tokenizer="t", program=PROGRAM
-        )
-        options = HotswapOptions(
-            policy=PolicyOptions(model_name="m"),
-            server_url=f"http://127.0.0.1:{port}",
-            adapters_dir=tmp_path,
-            vllm=vllm,
-            wait_timeout_seconds=60.0,
-        )
-        made.append(LoraHotswapBridge(options))
+        usual = {"weight_bridge_mode": "lora_only", "run_dir": tmp_path, "wait_timeout": 60.0}
+        config = config_of(f"http://127.0.0.1:{port}", "m", **usual)
+        made.append(LoraOnlyBridge(config, vllm=replace(VllmOptions.of(config), program=PROGRAM)))
         return made[-1]
 
     yield make
@@ -51,7 +44,7 @@ def bridge_to(tmp_path, monkeypatch):
 
 @pytest.fixture
 def starting():
-    """The port of a server that somebody has started by hand and that is still loading."""
+    """The port of a server that was started by hand and is still loading."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [*PROGRAM, "--port", str(port), "--policy-version", "7", "--load-seconds", "1"]
@@ -99,7 +92,7 @@ def test_a_port_that_something_else_holds_is_told_with_its_holder(bridge_to):
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         hanging_up = threading.Thread(target=_hang_up, args=(stranger,))
         hanging_up.start()
-        with pytest.raises(ServerUnavailable, match=r"is taken by process .* choose another with --vllm-port"):
+        with pytest.raises(ServerUnavailable, match=r"is taken by pid .* choose another with --vllm-port"):
             bridge_to(stranger.getsockname()[1]).prepare()
         stranger.shutdown(socket.SHUT_RDWR)
         hanging_up.join(10)

@@ -1,4 +1,4 @@
-"""The broker and the naive reference driven by the same steps, and compared after each of them."""
+"""Drives the broker and the naive reference by the same steps, and compares them after each."""
 
 import math
 
@@ -37,6 +37,10 @@ def has_run(*, legacy):
     return precondition(lambda self: self.model.run is not None and self.model.run.legacy == legacy)
 
 
+class PatientSettings(BrokerSettings):
+    key_memory_seconds = 1e9
+
+
 class BrokerMachine(RuleBasedStateMachine):
     """Environments submit over both contracts, trainers connect and disconnect, and the process is killed at times."""
 
@@ -48,13 +52,12 @@ class BrokerMachine(RuleBasedStateMachine):
         minima=st.sampled_from([(None, None), (None, 0.5), (0.5, 0.3), (0.8, 0.7)]),
     )
     def start(self, max_staleness, keep, drop_orphaned, contract, minima):
-        self.settings = BrokerSettings(
+        self.settings = PatientSettings(
             max_staleness=max_staleness,
             max_uncommitted=4,
             keep_batches=keep,
             drop_orphaned=drop_orphaned,
-            key_memory_seconds=1e9,
-            min_allocation_wait_seconds=PATIENCE_SECONDS,
+            min_allocation_wait=PATIENCE_SECONDS,
         )
         limit = math.inf if max_staleness is None else max_staleness
         self.model = reference.Reference(limit, keep, drop_orphaned, PATIENCE_SECONDS)
@@ -168,7 +171,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     def expect(self, groups, key, *, always_alive=False, arrived=True):
         """Give the reference the groups that are no repeats; return their number."""
-        fresh = self.repeats.news(groups, key, self.now)
+        fresh = self.repeats.fresh(groups, key, self.now)
         if fresh or always_alive:
             self.model.touch(groups[0][1])
         self.model.take(fresh)
@@ -180,7 +183,7 @@ class BrokerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.since_begin >= 5)
     @rule(name=NAMES, batch_size=BATCH_SIZES, unit=UNITS, take_over=st.booleans())
     def begin(self, name, batch_size, unit, take_over=True):
-        """Rarely, for it ends what the other rules have built up."""
+        """Begin a run; rarely, since that ends the state that the other rules have built."""
         self.since_begin = 0
         self.pass_time(0.001)  # before the model is asked: a trainer silent for 30 s is at work, for 30.001 s not
         run = self.model.run
@@ -271,7 +274,7 @@ class BrokerMachine(RuleBasedStateMachine):
             self.ask(0)
 
     def slices_partition(self, number, rows):
-        """Each group goes whole to one rank, whatever the world's size, and no rank has more than a group too many."""
+        """Check that each group goes whole to one rank, and that no rank has over one group more than another."""
         for world_size in (2, 3):
             ranks = [self.broker.get_batch(number, rank=rank, world_size=world_size) for rank in range(world_size)]
             assert sorted(row.seq for part in ranks for row in part) == [row.seq for row in rows]
@@ -327,7 +330,7 @@ class BrokerMachine(RuleBasedStateMachine):
                 self.legacy.confirm_delivery(handed[0].run_id, handed[0].handed_batch)
 
     def expect_next(self, delivered):
-        """A poll commits what was delivered, and is handed the next."""
+        """Expect that a poll commits the delivered batch and gets the next."""
         run = self.model.run
         self.model.call(named=False)
         if run.delivered:
@@ -363,7 +366,7 @@ class BrokerMachine(RuleBasedStateMachine):
             self.model.run.heard, self.model.run.longest = row.trainer_seen_at, row.longest_silence_seconds
 
     def rows(self):
-        """All that the reference keeps."""
+        """Return all that the reference stores."""
         places = [rows for run in self.model.runs for rows in (run.queue, *run.batches.values())]
         return [row for rows in (self.model.homeless, *places) for row in rows]
 

@@ -1,4 +1,4 @@
-"""Chooses a batch's groups by brute force; it stands alone so that the reference shares no code with the broker."""
+"""Chooses a batch's groups by brute force, without code of the broker."""
 
 from functools import cache
 

@@ -6,16 +6,16 @@ WINDOW_SECONDS = 30
 class ExpectedRepeats:
     """Groups are (ident, env, size, version); those of one ident and environment are equal bytes.
 
-    `lost` is what the broker expects to come again and until when, `recorded` what of that its ledger has.
+    `lost` has the groups that the broker expects again, and until when; `recorded` those of them in its ledger.
     """
 
     def __init__(self):
         self.keys, self.lost, self.recorded = set(), {}, set()
         self.unsure = []
-        """Groups of the last submission without a key: no record says yet that they were answered."""
+        """Groups of the last submission without a key, for which no record of the answer exists yet."""
         self.taken = 0
 
-    def news(self, groups, key, now):
+    def fresh(self, groups, key, now):
         if key is not None:
             return [] if key in self.keys else groups
         self.lost = {name: until for name, until in self.lost.items() if until >= now}

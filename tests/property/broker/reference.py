@@ -1,4 +1,4 @@
-"""A broker as naive as can be, for comparison: lists, loops and brute force, no code of the real one."""
+"""A naive broker for comparison: lists, loops and brute force, without code of the real one."""
 
 from functools import partial
 from itertools import count
@@ -12,7 +12,7 @@ def by_arrival(rows):
 
 
 class Reference:
-    """Each run has a queue, in the order of arrival, and its batches by number, those kept for replay among them.
+    """Runs with a queue in order of arrival, and their batches by number, including those kept for replay.
 
     Version -1 stands for none: it is older than all.
     """
@@ -56,7 +56,7 @@ class Reference:
         run.queue, self.homeless = by_arrival(run.queue + self.homeless), []
 
     def call(self, *, named=True):
-        """The trainer says something."""
+        """Record a call of the trainer."""
         run = self.run
         if named or not self.gone(run):
             run.longest, run.heard = max(run.longest, self.now - run.heard), self.now

@@ -1,4 +1,4 @@
-"""Every group that the broker accepts can be read by a trainer that decodes by type: none makes its batch unreadable.
+"""A trainer that decodes by type can read every group that the broker accepts: none makes its batch unreadable.
 
 `ATROPOS_ACCEPTED_EXAMPLES=20000` makes the short run long.
 """
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from atropos_api.errors import BrokerError
 from atropos_api.wire import Group
-from atropos_api.wire.group_json import check_group, decode_fields, seal
+from atropos_api.wire.group_json import check_group, decode_fields, finish_text
 from atropos_api.wire.group_json_small import check_body
 from atropos_api.wire.groups import WIRE_KEYS
 
@@ -34,6 +34,7 @@ GROUP = {
     "distill_token_ids": [[[1, 2], [3, 4], []], [[5], [6], [7]]],
     "distill_logprobs": [[[-1.0, -2.0], [-1.0, -2.0], []], [[-1.0], [-1.0], [-1.0]]],
     "policy_versions": [[[1, 3, 7]], [[1, 2, None]]],
+    "policy": "default",
     "unknown": {"kept": [1]},
 }
 JUNK = [
@@ -43,7 +44,7 @@ JUNK = [
 
 NEEDED = {"tokens", "masks", "scores"}
 RARE = {"distill_token_ids", "distill_logprobs", "unknown"}
-"""Groups with these take the slower check of each field."""
+"""Fields whose groups take the slower check of each field."""
 
 
 def places(value):
@@ -68,30 +69,30 @@ def found_by(check, body):
     except BrokerError as error:
         return type(error), str(error), error.details
     facts = (checked.size, checked.token_count, checked.env_id, checked.oldest_version)
-    kept = json.loads(seal(checked, 3))
+    kept = json.loads(finish_text(checked, 3))
     return facts, list(kept.items())
 
 
 changes_of = st.lists(st.tuples(st.integers(0, 10_000), st.sampled_from(JUNK)), max_size=2)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(changes_of)
 def test_a_group_that_was_accepted_can_be_read_by_a_trainer(changes):
     try:
         checked = check_group(decode_fields(change(copy.deepcopy(GROUP), changes)))
     except BrokerError:
         return
-    read = msgspec.json.decode(seal(checked, 3), type=Group)
+    read = msgspec.json.decode(finish_text(checked, 3), type=Group)
     assert read.env_id == checked.env_id
     assert None not in (read.overrides or ())
     assert len(read.tokens) == checked.size
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(changes_of, st.sets(st.sampled_from(sorted(GROUP))), st.permutations(sorted(GROUP)) | st.just(WIRE_KEYS))
 def test_a_small_group_is_judged_and_kept_as_if_each_field_had_been_looked_at(changes, left_out, order):
-    """The same values, all keys in their order, and the same answer to what is wrong, whichever way the body takes."""
+    """Both checks give the same values, all keys in their order, and the same error."""
     kept = [key for key in order if key in NEEDED or (key in GROUP and key not in {*left_out, *RARE})]
     plain = {key: copy.deepcopy(GROUP[key]) for key in kept}
     body = b" " + change(plain, changes) + b"\n"
@@ -99,7 +100,7 @@ def test_a_small_group_is_judged_and_kept_as_if_each_field_had_been_looked_at(ch
 
 
 def test_a_small_group_with_versions_keeps_its_keys_in_the_order_of_the_wire():
-    """Versions come after all other keys, wherever the body has them."""
+    """Versions come after all other keys, independent of the body's order."""
     versions = {"policy_versions": [[[1, 3, 7]], [[1, 2, None]]]}
     least = {key: GROUP[key] for key in ("tokens", "masks", "scores")}
     whole = {key: GROUP.get(key) for key in WIRE_KEYS if key not in RARE}

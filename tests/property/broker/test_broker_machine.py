@@ -17,7 +17,7 @@ from atropos_api.testing import RedisServer, running_redis
 
 
 def load(name):
-    """A module beside this file: tests are no package."""
+    """Import a module beside this file, as tests are not a package."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -78,9 +78,7 @@ class RedisMachine(BrokerMachine):
 def compare(machine, examples):
     run_state_machine_as_test(
         machine,
-        settings=settings(
-            max_examples=examples, stateful_step_count=STEPS, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=examples, stateful_step_count=STEPS, suppress_health_check=list(HealthCheck)),
     )
 
 

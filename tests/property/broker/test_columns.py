@@ -1,4 +1,4 @@
-"""The columns form loses nothing on the way to JSON and back, and believes nothing that its bytes do not bear out."""
+"""The columns form loses nothing on the way to JSON and back; bytes that contradict themselves are refused."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from atropos_api.testing import make_group
 from atropos_api.wire.columns import COLUMN_ORDER, decode_head, pack_body, split_columns, unpack_body, unpack_record
 from atropos_api.wire.columns_check import check_record, check_submission
 from atropos_api.wire.columns_groups import columns_to_json, encode_submission, json_to_columns
-from atropos_api.wire.group_json import check_group, decode_fields, seal
+from atropos_api.wire.group_json import check_group, decode_fields, finish_text
 
 EXAMPLES = int(os.environ.get("ATROPOS_PROPERTY_EXAMPLES", "100"))
 
@@ -35,7 +35,7 @@ def array(space, rows):
 
 @st.composite
 def json_groups(draw):
-    """A valid group as text, in digits that encoders would or could write."""
+    """Draw a valid group as text, in digits that encoders might write."""
     space = draw(spaces)
     lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
 
@@ -57,11 +57,11 @@ def json_groups(draw):
     return "{" + ",".join(f'"{key}":{text}' for key, text in texts.items()) + "}", space
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(group=json_groups(), version=st.none() | st.integers(0, 99))
 def test_json_text_survives_the_way_through_columns(group, version):
     text, space = group
-    stored = seal(check_group(decode_fields(text.encode()), env_id=4), version)
+    stored = finish_text(check_group(decode_fields(text.encode()), env_id=4), version)
     back = columns_to_json(json_to_columns(stored))
     if space:
         back, stored = (found.translate(None, b" \n") for found in (back, stored))
@@ -76,7 +76,7 @@ def write_column(name, values):
 
 @st.composite
 def column_groups(draw):
-    """A valid group in columns, written with nothing but the description at hand."""
+    """Draw a valid group in columns, written by the format's description alone."""
     lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     count = sum(lengths)
     names = {"tokens", "masks", *draw(st.sets(st.sampled_from(["inference_logprobs", "advantages", "ref_logprobs"])))}
@@ -98,11 +98,11 @@ def column_groups(draw):
     return struct.pack("<II", len(head), len(data)) + head + data, columns
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(group=column_groups())
 def test_columns_survive_the_way_through_json_bit_by_bit(group):
     written, columns = group
-    stored = seal(check_record(unpack_record(written)), 3)
+    stored = finish_text(check_record(unpack_record(written)), 3)
     text = columns_to_json(stored)
     back = json_to_columns(text)
     assert unpack_record(back).data == unpack_record(stored).data == unpack_record(written).data
@@ -116,7 +116,7 @@ def test_columns_survive_the_way_through_json_bit_by_bit(group):
     assert delivered["received_version"] == 3
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(values=st.lists(python_floats, min_size=1, max_size=20))
 @example(values=[9.99999974737875e-05, 9.999999747378752e-06, 1.0000000656873453e-05, 10.000010013580322, 1e-45, 1e16])
 def test_floats_are_written_as_python_writes_them(values):
@@ -154,7 +154,7 @@ def damaged_bodies(draw):
     return bytes(body)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(body=damaged_bodies())
 def test_damaged_bodies_are_the_senders_fault_and_cost_no_memory(body):
     tracemalloc.start()
@@ -167,11 +167,11 @@ def test_damaged_bodies_are_the_senders_fault_and_cost_no_memory(body):
         tracemalloc.stop()
     assert peak < 200_000
     for group in groups:
-        stored = seal(group, None)
+        stored = finish_text(group, None)
         assert json.loads(columns_to_json(stored))["received_version"] is None
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(body=st.binary(max_size=200))
 def test_bytes_that_are_no_columns_are_refused(body):
     for attempt in (body, BODY[:8] + body, BODY[:16] + body):
@@ -184,7 +184,7 @@ def test_bytes_that_are_no_columns_are_refused(body):
 
 def test_what_is_checked_is_what_is_kept():
     _, groups = check_submission(BODY)
-    head, count, records = unpack_body(pack_body(b"{}", [seal(group, 1) for group in groups]))
+    head, count, records = unpack_body(pack_body(b"{}", [finish_text(group, 1) for group in groups]))
     assert (bytes(head), count) == (b"{}  ", 2)
     for record, group in zip(records, groups, strict=True):
         lengths = decode_head(record).lengths

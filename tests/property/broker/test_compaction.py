@@ -1,4 +1,4 @@
-"""Compaction against a dictionary: every live body is what it was, and dead ones do not stay on the disk."""
+"""Compaction compared with a dictionary: every live body is unchanged, and dead ones leave the disk."""
 
 import os
 import tempfile
@@ -20,7 +20,7 @@ ACTIONS = st.lists(st.tuples(KINDS, st.integers(1, 900)), min_size=20, max_size=
 
 
 class Queue:
-    """A broker over small segments, beside the bodies that it ought to hold by number of arrival."""
+    """A broker over small segments, and the bodies that it should hold, by number of arrival."""
 
     def __init__(self, path, fsync):
         self.path, self.fsync = path, fsync
@@ -63,7 +63,7 @@ class Queue:
         self.compare(rows)
 
     def settle(self):
-        """Two commits with a sync between them finish what compaction has under way."""
+        """Finish a running compaction, by two commits with a sync between them."""
         for _ in range(4):
             self.submit(2, 10)
             self.submit(2, 10)
@@ -71,7 +71,7 @@ class Queue:
             self.broker.sync()
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(actions=ACTIONS, fsync=st.sampled_from(["never", "always"]))
 def test_live_bodies_are_what_they_were_and_dead_ones_leave_the_disk(actions, fsync):
     # What is tested is the order of things; the disk itself would only take its time.

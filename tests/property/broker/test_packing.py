@@ -1,4 +1,4 @@
-"""The choice of groups, against trying every subset."""
+"""The choice of groups equals that of trying every subset."""
 
 from dataclasses import dataclass
 
@@ -44,7 +44,7 @@ def brute_force(rows, target, minima):
 groups = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1, 2, 3, 4, 6])), max_size=10)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     groups=groups, target=st.integers(1, 14), minima=st.dictionaries(st.integers(0, 2), st.integers(1, 5), max_size=2)
 )
@@ -57,7 +57,7 @@ def test_the_oldest_exact_subset_that_meets_the_minima_is_chosen(groups, target,
     assert (None if chosen is None else [row.seq for row in chosen]) == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sizes=st.sets(st.integers(1, 9), max_size=3), target=st.integers(1, 30), containing=st.integers(1, 9))
 def test_a_size_is_called_unpackable_exactly_when_no_sum_uses_it(sizes, target, containing):
     def reachable(missing):

@@ -1,4 +1,4 @@
-"""A tokenizer folder made without transformers, and the pieces tests put around an environment."""
+"""A tokenizer folder written without transformers, and the surroundings of an environment in tests."""
 
 import pytest
 

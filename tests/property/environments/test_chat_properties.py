@@ -1,4 +1,4 @@
-"""Random chats, tools, branches and cuts over several templates: sequences are what the server returned, all of it."""
+"""Random chats, tools, branches and cuts over several templates: sequences have exactly what the server returned."""
 
 import json
 
@@ -42,7 +42,7 @@ def turns(draw):
 
 
 class Scripted:
-    """A server that gives the answers of the turns, and keeps what it gave for which prompt."""
+    """A server that gives the answers of the turns, and records the answer to each prompt."""
 
     def __init__(self, tokenizer, script):
         self.tokenizer = tokenizer
@@ -76,7 +76,7 @@ class Scripted:
 
 
 def check(nodes, given):
-    """Every sequence ends in a returned sample after the prompt it was asked with; its trained tokens were sampled."""
+    """Check that every sequence ends in a returned sample after its prompt, and its trained tokens were sampled."""
     by_prompt = {(tuple(prompt), tuple(tokens)): version for prompt, tokens, version in given}
     for node in nodes:
         assert len(node.tokens) == len(node.masked_tokens) == len(node.logprobs)
@@ -92,7 +92,7 @@ def check(nodes, given):
         assert covered[-1] == len(node.tokens) - 1
 
 
-SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @SETTINGS
@@ -133,7 +133,7 @@ def test_templates_that_drop_thoughts_may_fork_but_never_lose_or_invent_a_token(
 @SETTINGS
 @given(script=st.lists(turns(), min_size=1, max_size=4), seed=st.integers(0, 3))
 def test_texts_gone_on_with_keep_every_earlier_turn(tokenizers, script, seed):
-    """Completions of plain text carry masks and logprobs of earlier turns just as chats do."""
+    """Completions of plain text have masks and logprobs of earlier turns just as chats have."""
     server = Scripted(tokenizers["chatml"], script)
 
     async def run():

@@ -17,12 +17,12 @@ samples = st.lists(st.integers(5, 300), max_size=12)
 
 @st.composite
 def conversations(draw):
-    """Turns: what the user says, the tokens sampled, whether they were cut off, and the version they came from."""
+    """Draw turns: the user's text, the sampled tokens, whether they were cut off, and their version."""
     count = draw(st.integers(1, 4))
     return [(draw(words), draw(samples), draw(st.booleans()), draw(st.integers(1, 9))) for _ in range(count)]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(turns=conversations())
 def test_every_sampled_token_is_kept_as_it_came(tokenizer, turns):
     answers = []
@@ -50,10 +50,10 @@ def test_every_sampled_token_is_kept_as_it_came(tokenizer, turns):
     assert sampled_of(nodes) == [token for tokens in answers for token in tokens]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(turns=conversations())
 def test_a_conversation_stays_one_sequence_when_its_text_survives(tokenizer, turns):
-    """Byte sequences that are no text cannot be continued as text; everything else must be."""
+    """Byte sequences that are not text cannot be continued as text; all others must be."""
     if any("\ufffd" in tokenizer.decode(tokens) for _, tokens, *_ in turns):
         return
     answers = iter([tokens if cut and tokens else [*tokens, END] for _, tokens, cut, _ in turns])

@@ -1,4 +1,4 @@
-"""Text from tokens: what the light tokenizer joins itself is what the tokenizers library would have said."""
+"""Text from tokens: the light tokenizer joins them as the tokenizers library does."""
 
 import pytest
 from hypothesis import given

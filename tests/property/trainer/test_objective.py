@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from example_trainer.modeling.attention import Segment, build_layout
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[Row]:
-    """Groups of answers to prompts, with masks that leave at least one trained token in each."""
+    """Draw groups of answers to prompts, with masks that leave at least one trained token in each."""
     rows: list[Row] = []
     first = 0
     for group in range(draw(st.integers(1, 4))):
@@ -35,7 +35,6 @@ def batches(draw: st.DrawFn) -> list[Row]:
 
 
 @given(rows=batches(), budget=st.integers(1, 60), layout=st.sampled_from(["shared", "packed", "rows"]))
-@settings(deadline=None)
 def test_every_target_is_predicted_by_the_state_of_exactly_its_own_past(
     rows: list[Row], budget: int, layout: str
 ) -> None:
@@ -53,7 +52,7 @@ def test_every_target_is_predicted_by_the_state_of_exactly_its_own_past(
 
 
 def visible_tokens(micro, tokens) -> dict[int, list[int]]:
-    """For each state, the tokens that it attends to in the order of the key columns, itself last."""
+    """Return, for each state, the tokens that it attends to in the order of the key columns, itself last."""
     if micro.layout is None:
         width = micro.tokens.shape[1]
         return {at: tokens[at - at % width : at + 1].tolist() for at in range(tokens.numel())}
@@ -68,7 +67,6 @@ def visible_tokens(micro, tokens) -> dict[int, list[int]]:
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30))
-@settings(deadline=None)
 def test_a_layout_restores_every_token_to_its_place(lengths: list[int]) -> None:
     starts = np.cumsum([0, *lengths])
     total = int(starts[-1])
@@ -78,7 +76,6 @@ def test_a_layout_restores_every_token_to_its_place(lengths: list[int]) -> None:
 
 
 @given(count=st.integers(1, 30), chunk=st.integers(1, 40), seed=st.integers(0, 100))
-@settings(deadline=None)
 def test_the_chunk_size_changes_no_logprob(count: int, chunk: int, seed: int) -> None:
     torch.manual_seed(seed)
     hidden, weight = torch.randn(10, 4), torch.randn(7, 4)

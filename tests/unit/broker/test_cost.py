@@ -1,4 +1,4 @@
-"""Limits on the broker's cost, by counting calls instead of time: payload stays text, and queues may be long."""
+"""Limits on the broker's cost, in calls instead of time: payload stays text, and queues may be long."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The liveness snapshot from incremental counts equals the one that counts all environments anew."""
+"""The liveness snapshot from incremental counts equals a count of all environments."""
 
 import random
 

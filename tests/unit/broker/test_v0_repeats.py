@@ -1,6 +1,4 @@
-"""R9: repeats without a key are recognised; tested on the rules, so the test decides if an answer arrived."""
-
-from dataclasses import replace
+"""R9: repeats without a key are recognised; the test calls the rules and decides if an answer arrived."""
 
 import msgspec
 import pytest
@@ -38,7 +36,7 @@ def legacy(store, clock):
 
 
 def open_legacy(store, clock):
-    return AtroposContract(Broker(*store, settings=BrokerSettings(dedup_window_seconds=30.0), clock=clock))
+    return AtroposContract(Broker(*store, settings=BrokerSettings(dedup_window=30.0), clock=clock))
 
 
 def fields(ident=1, env_id=0):
@@ -97,7 +95,7 @@ def send_one(legacy, ident, *, answered=True):
 
 @pytest.mark.parametrize("kills", [1, 2, 5])
 def test_a_repeat_is_known_after_any_number_of_crashes_that_came_before_it(legacy, store, clock, kills):
-    """R9: submissions of others that were answered meanwhile do not make the repeat a new group."""
+    """R9: others' submissions, answered meanwhile, do not make the repeat a new group."""
     legacy.take([fields(1)])
     for ident in range(2, 2 + kills):
         legacy = open_legacy(store, clock)
@@ -119,7 +117,7 @@ def test_after_an_orderly_end_equal_bytes_of_what_was_answered_are_another_group
 def test_a_lost_answer_is_remembered_over_a_crash_and_its_groups_may_be_trained_on_meanwhile(legacy, store, clock):
     send_one(legacy, 1, answered=False)
     send_one(legacy, 2)
-    legacy._broker.batches.drop([group for lane in legacy._state.queue.lanes for group in lane])
+    legacy._broker.batches.drop([group for lane in legacy._state.queue.lanes for group in lane], "reset")
     revived = open_legacy(store, clock)
     assert [send_one(revived, ident) for ident in (1, 2, 1)] == [1, 0, 0]
 
@@ -168,7 +166,7 @@ def form(request):
 
 
 def open_broker(store, clock):
-    broker = Broker(*store, settings=BrokerSettings(dedup_window_seconds=30.0), clock=clock)
+    broker = Broker(*store, settings=BrokerSettings(dedup_window=30.0), clock=clock)
     broker.register_environment(EnvironmentRequest(name="env", group_size=4, max_token_length=64))
     return broker
 
@@ -196,7 +194,7 @@ def test_repeats_among_groups_that_could_not_be_taken_stay_repeats(store, clock,
     broker = open_broker(store, clock)
     submit(broker, checked(form), answered=False)
     roomy = broker.state.settings
-    broker.state.settings = replace(roomy, max_queued_sequences=4)
+    broker.state.settings = roomy.model_copy(update={"max_queued_sequences": 4})
     with pytest.raises(QueueFull):
         broker.take(0, checked(form) + checked(form, 2))
     broker.state.settings = roomy

@@ -1,4 +1,4 @@
-"""A mistyped address is reported at once, with the likely correction, and not after minutes of waiting."""
+"""A mistyped address is reported at once with the likely correction, not after minutes of waiting."""
 
 from __future__ import annotations
 

@@ -2,23 +2,34 @@
 
 import contextlib
 import io
+import json
 import logging
 import re
 
 from atropos_api.common import logs
 
 
+class Written:
+    """The lines written to stderr so far, and the context that JSON records tell of."""
+
+    def __init__(self, stderr, context):
+        self._stderr = stderr
+        self.context = context
+
+    def __call__(self):
+        return self._stderr.getvalue().splitlines()
+
+
 @contextlib.contextmanager
-def written(monkeypatch):
-    """Yield a function that returns the lines written to stderr; pytest's own handlers are disabled."""
+def written(monkeypatch, **options):
+    """Log to a stderr that can be read; pytest's own handlers are disabled."""
     root = logging.getLogger()
     with monkeypatch.context() as patch:
         stderr = io.StringIO()
         patch.setattr("sys.stderr", stderr)
         patch.setattr(root, "handlers", [])
         patch.setattr(root, "level", root.level)
-        logs.setup_logging("me")
-        yield lambda: stderr.getvalue().splitlines()
+        yield Written(stderr, logs.setup_logging("me", **options))
 
 
 def test_a_record_is_one_line_without_control_characters(monkeypatch):
@@ -47,3 +58,19 @@ def test_a_line_begins_with_the_day_and_the_time(monkeypatch):
         logging.getLogger("a").info("ready")
         (line,) = lines()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d me I ready", line)
+
+
+def test_a_json_record_tells_program_run_step_and_version(monkeypatch):
+    with written(monkeypatch, form="json") as lines:
+        known = {"run_id": "r1", "step": 3, "policy_version": None}
+        logging.getLogger("a").info("before")
+        lines.context.describe(lambda: known)
+        logging.getLogger("a").warning("at\n%s", "work")
+        lines.context.describe(lambda: 1 / 0)
+        logging.getLogger("a").info("at the end")
+        before, during, after = map(json.loads, lines())
+    assert (before["program"], before["event"], before["level"]) == ("me", "before", "info")
+    assert not {"run_id", "step", "policy_version"} & (set(before) | set(after))
+    assert (during["run_id"], during["step"], during["event"]) == ("r1", 3, "at\nwork")
+    assert "policy_version" not in during
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", during["time"])

@@ -1,4 +1,4 @@
-"""Secrets appear in no record, log line, error line or command line, no matter who declared or passed them."""
+"""Secrets appear in no record, log line, error line or command line, whoever declared or passed them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from atropos_api.common.cliconfig import ConfigError, load_config, run_cli
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.files import write_private
-from atropos_api.common.logs import setup_logging
+from atropos_api.common.logs import LogFormat, setup_logging
 from atropos_api.common.option_flags import list_options
 from atropos_api.common.secrets import (
     SECRET,
@@ -37,7 +37,7 @@ OUR_MODELS = (BrokerConfig, BaseEnvConfig, APIServerConfig, TrainingConfig, Serv
 
 
 class Judge(BaseModel):
-    """Somebody's own section, with a secret whose name does not give it away."""
+    """A user's own section, with a secret whose name does not look like one."""
 
     model_config = ConfigDict(extra="allow")
     pass_phrase_of_judge: str = Field("", json_schema_extra=SECRET)
@@ -96,7 +96,7 @@ def test_an_undeclared_key_is_judged_by_its_name(key: str, secret: bool) -> None
 
 @pytest.mark.parametrize("model", OUR_MODELS)
 def test_every_declared_secret_is_known_by_its_name_too_where_only_that_is_seen(model: type[BaseModel]) -> None:
-    """The launcher hands flags on to programs whose models it does not know."""
+    """The launcher passes flags on to programs whose models it does not know."""
     declared = [option.path for option in list_options(model) if option.secret]
     assert declared
     assert [path for path in declared if not names_secret(path)] == []
@@ -203,15 +203,15 @@ def open_address(url: str) -> None:
     raise ConnectionError(url)
 
 
-@pytest.mark.parametrize("json_lines", [False, True])
+@pytest.mark.parametrize("form", ["text", "json"])
 def test_a_log_line_and_a_traceback_in_it_hold_no_token(
-    json_lines: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    form: LogFormat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = logging.getLogger()
     with monkeypatch.context() as patch:
         patch.setattr(root, "handlers", [])
         patch.setattr(root, "level", root.level)
-        setup_logging("me", json_lines=json_lines)
+        setup_logging("me", form=form)
         try:
             open_address(f"http://host/t/{SECRET_VALUE}/v1")
         except ConnectionError:

@@ -1,4 +1,4 @@
-"""A token from a file is read at the start, and again when it is asked for; what is no token is one line without it."""
+"""A token from a file is read at start and again when asked for; an invalid one is refused without being shown."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def test_what_is_no_token_is_told_without_what_the_file_holds(path: Path, conten
 
 @pytest.mark.parametrize("token", ["schlüssel", "two words", "line\nbreak"])
 def test_a_token_that_no_header_can_carry_is_told_by_where_it_came_from(token: str) -> None:
-    with pytest.raises(TokenUnreadable, match=r"^\$ATROPOS_TOKEN: is no token; a token is one line"):
+    with pytest.raises(TokenUnreadable, match=r"^\$ATROPOS_TOKEN: not a token; a token is one line"):
         TokenSource.settle(None, None, {"ATROPOS_TOKEN": token})
-    with pytest.raises(TokenUnreadable, match=r"^--atropos-token: is no token; a token is one line"):
+    with pytest.raises(TokenUnreadable, match=r"^--atropos-token: not a token; a token is one line"):
         TokenSource.settle(token, None, {}, flag="--atropos-token-file")
 
 

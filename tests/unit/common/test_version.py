@@ -1,4 +1,4 @@
-"""Every command, and each of its verbs, answers `--version` with one line and exit code 0, before it does anything."""
+"""Every command and verb answers `--version` with one line and exit code 0, before it does anything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer folder made without transformers, and the pieces tests put around an environment."""
+"""A tokenizer folder written without transformers, and the surroundings of an environment in tests."""
 
 import pytest
 
@@ -21,6 +21,6 @@ def tokenizer(tokenizer_folder):
 
 @pytest.fixture(scope="session")
 def math_verifier():
-    """One for all tests: starting it takes a second."""
+    """A verifier for all tests, as its start takes a second."""
     with MathVerifier(workers=1) as verifier:
         yield verifier

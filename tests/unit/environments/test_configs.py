@@ -1,4 +1,4 @@
-"""Every file of `configs/` is one that the launcher plans a run from and its environment serves with alone."""
+"""With every file of `configs/` the launcher plans a run, and its environment serves alone."""
 
 from __future__ import annotations
 

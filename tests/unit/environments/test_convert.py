@@ -1,4 +1,4 @@
-"""`atropos env convert-data`: any usual form becomes question/answer, and the file as it was can be had back."""
+"""`atropos env convert-data`: any usual form becomes question/answer, and the original file can be restored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from atropos_api.common.cliconfig import ConfigError
 from environments.commands import convert_data, restore_data
-from environments.tasks.data import DataUnusable, Question, read_questions
+from environments.tasks.data import Question, load_questions
+from environments.tasks.records import DataUnusable
 from example_trainer.commands.main import run
 
 
@@ -87,7 +88,7 @@ def test_prompts_and_responses_of_a_json_list_are_converted(tmp_path):
     path.write_text(json.dumps([{"prompt": "a", "response": "b"}, {"question": "c", "answer": 1}]))
     convert_data(path)
     assert json.loads(path.read_text()) == [{"question": "a", "answer": "b"}, {"question": "c", "answer": 1}]
-    assert read_questions(path) == [Question("a", "b"), Question("c", "1")]
+    assert load_questions(path, "train") == [Question("a", "b"), Question("c", "1")]
 
 
 def test_a_file_that_cannot_be_converted_stays_as_it_is(tmp_path):

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import re
+import sys
 from pathlib import Path
 
+import anyio
 import pytest
+from pydantic import ValidationError
 
-from environments.dataset_server import DatasetEnv
-from environments.rewards import make_reward
-from environments.rewards.protocol import RewardUnknown, score_samples
+from environments.dataset_server import DatasetEnv, DatasetEnvConfig, SystemPromptUnusable, read_system_prompt
+from environments.rewards import combine, make_reward
+from environments.rewards.protocol import RewardUnknown, RewardUnusable, score_samples
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import GoldMissing
 from environments.sdk.runtime.cli import read_command
+from environments.sdk.runtime.commands import validate
 from environments.sdk.server_manager import ServerManager
 from environments.sdk.session.tokens_and_masks import record_samples
 from environments.sdk.testing import FakeInference, InProcess
 from environments.tasks.chat_dataset import load_rows, make_row
-from environments.tasks.data import DataUnusable
+from environments.tasks.records import DataUnusable
 
 pytestmark = pytest.mark.anyio
 
@@ -136,6 +142,15 @@ async def test_a_reward_of_a_file_in_the_projects_own_signature_scores(make, rew
     assert await scores_of(env) == [0.0, 1.0, 0.0]
 
 
+async def test_the_pages_reward_scores_each_form_of_the_pages_rows(make, tmp_path):
+    page = (Path(__file__).parents[3] / "docs/howto/your-own-data.md").read_text(encoding="utf-8")
+    (tmp_path / "rewards.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    rows = re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0].splitlines()
+    for row in rows:
+        env, _ = await make(json.loads(row) | {"topic": "longer"}, "--env.reward", f"{tmp_path / 'rewards.py'}:polite")
+        assert await scores_of(env) == [0.0, 0.0, 1.0]
+
+
 async def test_a_reward_with_trls_signature_gets_the_columns(make, rewards):
     row = {"prompt": "p", "topic": "longer"}
     env, asked = await make(row, "--env.reward", f"{rewards}:mentions_topic", "--env.prompt_form", "text")
@@ -221,3 +236,138 @@ async def test_validate_says_that_only_the_user_knows_right_answers(make, reward
     env, _ = await make({"prompt": "p"}, "--env.reward", f"{rewards}:ends_properly")
     with pytest.raises(GoldMissing):
         list(env.gold_items())
+
+
+async def test_validate_is_told_by_the_environment_that_only_the_user_knows_right_answers(make, rewards):
+    env, _ = await make(
+        {"prompt": "p", "topic": "word"}, "--env.reward", f"{rewards}:mentions_topic", "--env.prompt_form", "text"
+    )
+    with pytest.raises(GoldMissing, match="the data says nothing about which answers"):
+        await validate(env)
+    item = await env.get_next_item()
+    assert [await env.score_answer(item, text) for text in ("a word", "none")] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("reward", ["class_of_trl", "instance_of_trl", "async_instance"])
+async def test_rewards_that_are_objects_with_trls_signature_score(make, tmp_path, reward):
+    (tmp_path / "objects.py").write_text(OBJECTS)
+    row = {"prompt": "p", "topic": "longer"}
+    spec = f"{tmp_path / 'objects.py'}:{reward}"
+    given = json.dumps({"name": spec, "params": {"bonus": 2.0}}) if reward == "class_of_trl" else spec
+    env, _ = await make(row, "--env.reward", given)
+    assert await scores_of(env) == [0.0, 0.0, 2.0]
+
+
+OBJECTS = """
+class class_of_trl:
+    def __init__(self, bonus=2.0):
+        self.bonus = bonus
+
+    def __call__(self, completions, topic, **kwargs):
+        return [self.bonus * (word in str(text)) for text, word in zip(completions, topic)]
+
+class Async(class_of_trl):
+    async def __call__(self, prompts, completions, **kwargs):
+        return super().__call__(completions, **kwargs)
+
+instance_of_trl = class_of_trl()
+async_instance = Async()
+not_callable = 5
+
+def names(completions, **kwargs):
+    return {str(index): 1.0 for index, _ in enumerate(completions)}
+"""
+
+
+async def test_what_is_no_reward_is_named(tmp_path):
+    (tmp_path / "objects.py").write_text(OBJECTS)
+    with pytest.raises(RewardUnusable, match="is a int, which cannot be called"):
+        make_reward(f"{tmp_path / 'objects.py'}:not_callable")
+    with pytest.raises(RewardUnusable, match="returned a dict"):
+        await score_samples(make_reward(f"{tmp_path / 'objects.py'}:names"), [{"completion": "c"}])
+
+
+BLOCKS = """
+import threading
+
+def waits(samples):
+    assert released.wait(20), "the loop did not go on"
+    return [1.0] * len(samples)
+
+class Waits:
+    def __call__(self, completions, **kwargs):
+        return waits(completions)
+
+released = threading.Event()
+"""
+
+
+@pytest.mark.parametrize("name", ["waits", "Waits"])
+async def test_a_reward_that_blocks_does_not_stop_the_event_loop(tmp_path, name):
+    (tmp_path / "blocks.py").write_text(BLOCKS)
+    combined = combine([f"{tmp_path / 'blocks.py'}:{name}"])
+    released = sys.modules["atropos_reward_blocks"].released
+    scored = []
+
+    async def score():
+        scored.append(await combined([{"completion": "c"}]))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(score)
+        await anyio.sleep(0.01)
+        released.set()
+    assert scored == [[1.0]]
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ({"weight": 2}, "name"),
+        ({"name": "format", "weigth": 2}, "weigth"),
+        ({"name": "format", "weight": "heavy"}, "weight"),
+        ({"name": "format", "weight": math.nan}, "finite"),
+        ('{"name": "format"', "this is no JSON"),
+    ],
+)
+async def test_an_entry_of_a_run_file_that_is_no_reward_is_refused_where_it_stands(entry, told):
+    with pytest.raises(ValidationError, match=rf"reward\.1[\s\S]*{told}"):
+        DatasetEnvConfig(reward=["accuracy", entry])
+
+
+async def test_rewards_of_a_run_file_are_names_objects_or_one_of_them():
+    assert [spec.name for spec in DatasetEnvConfig(reward="format").reward] == ["format"]
+    (spec,) = DatasetEnvConfig(reward={"name": "gsm8k", "weight": 0.5}).reward
+    assert (spec.name, spec.weight) == ("gsm8k", 0.5)
+    assert [spec.name for spec in DatasetEnvConfig().reward] == ["accuracy"]
+    again = DatasetEnvConfig(**DatasetEnvConfig(reward=["format", spec]).model_dump())
+    assert [one.weight for one in again.reward] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("value", ["prompts/sytem.txt", "./system", "system.md", "~/none/system"])
+async def test_a_system_prompt_that_names_no_file_is_refused_and_not_sent_as_text(make, value):
+    with pytest.raises(SystemPromptUnusable, match="there is no such file"):
+        await make({"prompt": "p"}, "--env.reward", "format", "--env.system_prompt", value)
+
+
+async def test_a_file_of_a_system_prompt_has_to_hold_text(tmp_path):
+    path = tmp_path / "system.txt"
+    path.write_bytes(b"\xef\xbb\xbfBe brief.\n")
+    assert read_system_prompt(str(path)) == "Be brief."
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SystemPromptUnusable, match="give a UTF-8 file"):
+        read_system_prompt(str(path))
+    path.write_text(" \n")
+    with pytest.raises(SystemPromptUnusable, match="the file is empty"):
+        read_system_prompt(str(path))
+    assert read_system_prompt("Answer in one word.") == "Answer in one word."
+    assert read_system_prompt("Answer as in README.md") == "Answer as in README.md"
+
+
+async def test_a_reward_that_compares_needs_references_and_leaves_rows_without_them_out(make, tmp_path, caplog):
+    with pytest.raises(DataUnusable, match=r"no row has a reference, with which the reward accuracy .*--env\.reward"):
+        await make({"prompt": "p"})
+    await make({"prompt": "p"}, "--env.reward", "format")
+    path = write(tmp_path / "mixed.jsonl", {"prompt": "p"}, {"prompt": "q", "answer": "7"})
+    config = DatasetEnvConfig(reward=["format", "gsm8k"])
+    assert [row.question for row in config.load(path, "train")] == ["q"]
+    assert "1 rows without a reference for gsm8k are left out" in caplog.text

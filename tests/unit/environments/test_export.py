@@ -101,7 +101,7 @@ def test_of_a_line_that_its_writer_did_not_end_the_groups_before_are_read(tmp_pa
 
 @pytest.fixture
 def group(tokenizer):
-    """Three answers to a prompt whose text comes again inside of every answer."""
+    """A group of three answers to a prompt whose text is repeated in every answer."""
     prompt = tokenizer.encode("one two ")
     answers = [tokenizer.encode(text) for text in ("one two three", "one two one two", "none")]
     return {
@@ -170,7 +170,7 @@ def groups_file(group, tmp_path):
 
 @pytest.mark.parametrize("command", [run_sft, run_dpo])
 def test_a_file_that_is_there_is_left_as_it_is_unless_told_otherwise(command, groups_file, tokenizer_folder, tmp_path):
-    """A file of groups named first, as for the verbs that read one, among them."""
+    """That includes a file of groups that is named first, as for the verbs that read one."""
     victim, before = groups_file, groups_file.read_bytes()
     other = tmp_path / "other.jsonl"
     other.write_text("mine\n")

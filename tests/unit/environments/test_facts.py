@@ -1,4 +1,4 @@
-"""Facts about an environment: what its source and its settings say of its rollouts, without a start."""
+"""Facts about an environment: its source and settings tell about its rollouts, without a start."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def managed(env, respond):
 
 @pytest.fixture
 def make(tokenizer_folder, data):
-    """An environment whose judge likes longer answers, and has the verdicts that were asked for counted."""
+    """Return an environment whose judge prefers longer answers, and the count of requested verdicts."""
 
     async def build(verdict, **settings):
         config = JudgeEnvConfig(
@@ -166,3 +166,7 @@ def test_the_teacher_is_told_on_the_command_line():
     command = read_command(DistillEnv, "serve", ["--teacher.base_url", "http://teacher/v1"])
     assert command.teachers[0].base_url == "http://teacher/v1"
     assert command.env.teacher_top_k == 8
+
+
+def test_groups_with_equal_scores_reach_the_student_since_the_teacher_teaches_from_them_too():
+    assert not DistillEnv.config_init()[0].ensure_scores_are_not_same

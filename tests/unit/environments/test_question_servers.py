@@ -37,7 +37,7 @@ def data(tmp_path):
 
 @pytest.fixture
 def make(tokenizer_folder, data, math_verifier, monkeypatch):
-    """An environment whose model answers with the texts given, one after another; with its inference server."""
+    """Return an environment whose model gives these texts in turn, and its inference server."""
 
     def build(cls, config_cls, texts, *, unended=(), **settings):
         defaults = {
@@ -86,7 +86,7 @@ async def test_a_right_boxed_number_earns_one_and_all_else_minus_one(make):
 
 
 async def test_where_all_are_right_the_longer_answers_earn_less(make):
-    """1 up to half of the longest sequence, then in a straight line to 0 at the whole."""
+    """The reward is 1 up to half of the longest sequence, and falls linearly to 0 at its full length."""
     env, _ = await make(GSM8kEnv, [RIGHT, "x" * 60 + RIGHT], max_token_length=2000)
     assert (await collect(env))["scores"] == [1.0, 1.0]
     lengths = [len(tokens) for tokens in (await collect(env))["tokens"]]

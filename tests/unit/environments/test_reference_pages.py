@@ -1,4 +1,4 @@
-"""The reference pages of the environments are what the code says now, and leave no setting and no shipped one out."""
+"""The reference pages of the environments agree with the code, and have all settings and shipped environments."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""The tool environment: several turns in one sequence, the tool's words untrained, the last answer scored."""
+"""The tool environment: several turns in a sequence, the tool's text untrained, the last answer scored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def call(code: str) -> str:
 
 @pytest.fixture
 async def make(tokenizer_folder, tmp_path, math_verifier, monkeypatch):
-    """An environment whose model gives these turns in every chat; with its inference server."""
+    """Return an environment whose model gives these turns in every chat, and its inference server."""
 
     async def build(turns, **settings):
         monkeypatch.setattr("environments.rewards.math.MathVerifier", lambda: math_verifier)
@@ -52,7 +52,7 @@ async def make(tokenizer_folder, tmp_path, math_verifier, monkeypatch):
 
 
 def split(env, group, row):
-    """The text that is trained on and the text that is not, pieces of each in order."""
+    """Return the pieces of text that are trained on, and those that are not."""
     trained, untrained, last = [], [], None
     for token, mask in zip(group["tokens"][row], group["masks"][row], strict=True):
         into = trained if mask != -100 else untrained

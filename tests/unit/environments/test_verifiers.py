@@ -79,7 +79,7 @@ def rehearse(theirs, kind, answers, **config):
 
 
 def sampled(env, tokens, mask):
-    """The texts of the trained stretches."""
+    """Return the texts of the trained spans."""
     texts, run = [], []
     for token, trained in zip([*tokens, None], [*mask, NOT_TRAINED], strict=True):
         if trained != NOT_TRAINED:

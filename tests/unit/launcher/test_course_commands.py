@@ -1,14 +1,17 @@
-"""The course guide's two commands are whole runs with `--preset cs336`, and nothing of a preset is lost in silence."""
+"""The course guide's two commands are whole runs with `--preset cs336`; no part of a preset is dropped silently."""
 
 from __future__ import annotations
 
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from atropos_api.common.cliconfig import ConfigError
 from environments.gsm8k_server import GSM8kEnv
 from environments.sdk.runtime.cli import read_command
+from example_trainer.launcher.launch import plan_launch
 from example_trainer.launcher.run_file import RunSettings, read_settings
 from example_trainer.run import run
 
@@ -125,3 +128,23 @@ def test_what_of_a_preset_fits_no_environment_of_the_launch_is_said() -> None:
     (remark,) = other.remarks
     assert "prompt_template, eval_temperature and questions are those of gsm8k_server.py" in remark
     assert read_settings(["--model-name", "m", "--preset", "dapo"]).remarks == ()
+
+
+@pytest.mark.parametrize(
+    ("argv", "refused"),
+    [
+        ("--rollout-batch-size 60", True),
+        ("--rollout-batch-size 64", False),
+        ("--group-size 7", True),
+        ("--group-size 7 --rollout-batch-size 56", False),
+        ("--group-size 7 --atropos-url http://localhost:8000", False),
+        ("--group-size 7 --env.group_size_schedule 0:8", False),
+    ],
+)
+def test_a_batch_that_whole_groups_never_fill_is_refused_before_anything_starts(argv: str, refused: bool) -> None:
+    """Such a run waited for its first batch until --batch-timeout."""
+    settings = read_settings(
+        ["--model-name", "m", "--preset", "cs336", "--env.server", "gsm8k_server.py", *argv.split()]
+    )
+    with pytest.raises(ConfigError, match="never fill a batch") if refused else nullcontext():
+        plan_launch(settings)

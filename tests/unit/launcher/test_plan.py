@@ -43,12 +43,20 @@ def test_a_whole_run_has_four_programs(tmp_path: Path) -> None:
     assert names(plan(tmp_path, *OWN_ENVIRONMENT)) == ["broker", "vllm", "environment", "trainer"]
 
 
-@pytest.mark.parametrize("flags", [(), ("--weight-bridge-mode", "lora_only"), ("--num-inference-nodes", "2")])
-def test_every_inference_server_may_be_started_again_and_no_other_program(
-    tmp_path: Path, flags: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("flags", [(), ("--weight-bridge-mode", "lora_restart"), ("--num-inference-nodes", "2")])
+def test_every_program_may_be_started_again(tmp_path: Path, flags: tuple[str, ...]) -> None:
     made = plan(tmp_path, *OWN_ENVIRONMENT, *flags)
-    assert {spec.name for spec in made.children if spec.restarts} == set(made.servers) != set()
+    assert [spec.name for spec in made.children if not spec.may_restart] == []
+
+
+def test_a_trainer_without_checkpoints_and_a_broker_in_memory_cannot_go_on_and_the_plan_says_why(
+    tmp_path: Path,
+) -> None:
+    made = plan(tmp_path, *OWN_ENVIRONMENT, "--checkpoint-interval", "0", "--api.store", "memory")
+    final = {spec.name: spec.why_final for spec in made.children if not spec.may_restart}
+    assert final.keys() == {"broker", "trainer"}
+    assert "memory" in final["broker"]
+    assert "--checkpoint-interval 0" in final["trainer"]
 
 
 def test_with_a_broker_elsewhere_only_vllm_and_trainer_start(tmp_path: Path) -> None:
@@ -58,7 +66,7 @@ def test_with_a_broker_elsewhere_only_vllm_and_trainer_start(tmp_path: Path) -> 
 
 
 def test_only_programs_that_need_nothing_of_the_hub_are_kept_off_it(tmp_path: Path) -> None:
-    """An environment with a data set of the hub would find no question, also if the set is its own default."""
+    """An environment with a data set of the hub, also by default, would find no question."""
 
     def offline(program: str, *argv: str) -> bool:
         child = made_with(tmp_path, *argv).child(program)
@@ -93,13 +101,20 @@ def test_a_server_takes_the_dtype_that_the_trainer_takes_for_auto(tmp_path: Path
         assert made.settings_of("vllm")["vllm"]["dtype"] == expected
 
 
+def test_the_trainers_option_reaches_the_head_of_every_server_that_the_launcher_starts(tmp_path: Path) -> None:
+    adapter = ("--weight-bridge-mode", "lora_only")
+    assert "head_dtype" not in plan(tmp_path, *OWN_ENVIRONMENT, *adapter).settings_of("vllm")["vllm"]
+    made = plan(tmp_path, *OWN_ENVIRONMENT, *adapter, "--vllm-head-dtype", "auto")
+    assert made.settings_of("vllm")["vllm"]["head_dtype"] == "auto"
+
+
 def test_the_server_of_the_final_evaluation_is_divided_as_the_trainers_own(tmp_path: Path) -> None:
     made = plan(tmp_path, *OWN_ENVIRONMENT, "--weight-bridge-mode", "none", "--vllm-tensor-parallel-size", "2")
     assert made.settings_of("vllm-final")["vllm"]["tensor_parallel_size"] == 2
 
 
 def test_a_launched_trainer_leaves_the_question_of_memory_to_the_launcher(tmp_path: Path) -> None:
-    """It is not given the server's context length, so that its own answer could be another."""
+    """It does not get the server's context length, so its own result could differ."""
     made = plan(tmp_path, *OWN_ENVIRONMENT, "--weight-bridge-mode", "shared_vllm", "--max-model-len", "512")
     trainer, server = made.settings_of("trainer")["trainer"], made.settings_of("vllm")["vllm"]
     assert (trainer["fit"], "max_model_len" in trainer, server["max_model_len"]) == ("off", False, 512)
@@ -190,8 +205,8 @@ def test_the_ports_of_a_launch_are_its_own_for_as_long_as_it_lasts(
 ) -> None:
     chosen: list[int] = []
 
-    def go(_: Launch, places: Endpoints) -> None:
-        chosen.extend([places.broker_port or 0, *places.vllm_ports])
+    def go(_: Launch, endpoints: Endpoints) -> None:
+        chosen.extend([endpoints.broker_port or 0, *endpoints.vllm_ports])
         assert [_is_held(port) for port in chosen] == [True] * 3
 
     monkeypatch.setattr(Launch, "_go", go)
@@ -200,50 +215,8 @@ def test_the_ports_of_a_launch_are_its_own_for_as_long_as_it_lasts(
     assert [_is_held(port) for port in chosen] == [False] * 3
 
 
-def test_several_servers_are_started_told_to_the_trainer_and_shared_out_to_the_environments(tmp_path: Path) -> None:
-    first = _free_port()
-    made = plan(tmp_path, *OWN_ENVIRONMENT, "--num-inference-nodes", "2", "--vllm-port", str(first))
-    assert names(made) == ["broker", "vllm", "vllm-2", "environment", "trainer"]
-    servers = [made.settings_of(name)["vllm"] for name in made.servers]
-    assert [server["port"] for server in servers] == [first, first + 1]
-    assert [(server["await_policy"], server["share_weights"]) for server in servers] == [(True, False)] * 2
-    assert servers[0]["gpu_memory_utilization"] * 2 == 0.45, "the share of one is divided"
-    assert servers[0]["seed"] != servers[1]["seed"], "else they would sample the same"
-    told = made.settings_of("trainer")["trainer"]
-    assert told["inference_urls"] == [f"http://127.0.0.1:{first + index}" for index in range(2)]
-    assert "vllm_config_path" not in told
-    sampled = made.settings_of("environment")["openai"]
-    assert [server["base_url"] for server in sampled] == [f"{url}/v1" for url in told["inference_urls"]]
-    homes = {spec.environment["LOGDIR"] for spec in made.children if spec.name in made.servers}
-    assert len(homes) == 2, "each keeps a token of its own"
-    with socket.create_server(("127.0.0.1", first + 1)), pytest.raises(PortTaken, match=f"port {first + 1} is taken"):
-        plan(tmp_path, *OWN_ENVIRONMENT, "--num-inference-nodes", "2", "--vllm-port", str(first))
-
-
-def test_several_servers_on_gpus_of_their_own_have_a_whole_share_each(tmp_path: Path) -> None:
-    made = plan(tmp_path, *OWN_ENVIRONMENT, "--num-inference-nodes", "2", "--vllm-gpu", "3")
-    assert [made.settings_of(name)["vllm"]["gpu_memory_utilization"] for name in made.servers] == [0.45, 0.45]
-    servers = [spec for spec in made.children if spec.name in made.servers]
-    assert [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in servers] == ["3", "4"]
-
-
-@pytest.mark.parametrize(
-    ("where", "urls"),
-    [
-        (["--inference-urls", "http://a:1", "http://b:2"], ["http://a:1", "http://b:2"]),
-        (["--vllm-host", "serving", "--vllm-port", "7"], ["http://serving:7", "http://serving:8"]),
-    ],
-)
-def test_servers_that_run_elsewhere_are_used_and_not_started(tmp_path: Path, where: list[str], urls: list[str]) -> None:
-    made = plan(tmp_path, *OWN_ENVIRONMENT, "--num-inference-nodes", "2", "--openai.timeout", "9", *where)
-    assert names(made) == ["broker", "environment", "trainer"]
-    assert made.settings_of("trainer")["trainer"]["inference_urls"] == urls
-    sampled = made.settings_of("environment")["openai"]
-    assert [(server["base_url"], server["timeout"]) for server in sampled] == [(f"{url}/v1", "9") for url in urls]
-
-
 def test_the_broker_stores_under_the_run_directory(tmp_path: Path) -> None:
-    """R10: what an earlier run left queued elsewhere is never trained on."""
+    """R10: groups that an earlier run left queued elsewhere are never trained."""
     assert plan(tmp_path, *OWN_ENVIRONMENT).settings_of("broker")["api"]["store"] == str(tmp_path / "run/broker")
 
 
@@ -346,7 +319,7 @@ def test_environment_servers_are_files_or_modules() -> None:
 
 
 def _is_held(port: int) -> bool:
-    """True where somebody has bound the port, listening or not."""
+    """Return True if the port is bound, listening or not."""
     with socket.socket() as anybody:
         try:
             anybody.bind(("127.0.0.1", port))
@@ -358,3 +331,25 @@ def _is_held(port: int) -> bool:
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+def test_every_program_is_observed_as_the_launcher_is_told(tmp_path: Path) -> None:
+    """The trainer's metrics have the port that is named, those of each environment one of the ports after it."""
+    both = tmp_path / "two.yaml"
+    both.write_text(f"environments: [{{file: {__file__}}}, {{file: {__file__}, env: {{metrics_port: 7}}}}]\n")
+    flags = ("--log-format", "json", "--otlp-traces-endpoint", "http://c:4317", "--metrics-port", "9100")
+    made = plan(tmp_path, "--config", str(both), *flags)
+    sections = {
+        "broker": made.settings_of("broker")["api"],
+        "vllm": made.settings_of("vllm")["vllm"],
+        "trainer": made.settings_of("trainer")["trainer"],
+        "environment-1": made.settings_of("environment-1")["env"],
+    }
+    for program, settings in sections.items():
+        assert (settings["log_format"], settings["otlp_traces_endpoint"]) == ("json", "http://c:4317"), program
+    assert [sections[name]["metrics_port"] for name in ("trainer", "environment-1")] == [9100, 9101]
+    assert made.settings_of("environment-2")["env"]["metrics_port"] == 7
+    assert "metrics_port" not in {*sections["broker"], *sections["vllm"]}
+    quiet = plan(tmp_path, *OWN_ENVIRONMENT)
+    for name, section in (("broker", "api"), ("vllm", "vllm"), ("environment", "env"), ("trainer", "trainer")):
+        assert not {"log_format", "otlp_traces_endpoint", "metrics_port"} & set(quiet.settings_of(name)[section]), name

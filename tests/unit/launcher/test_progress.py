@@ -1,4 +1,4 @@
-"""The view shows what the run's own files and servers say, as lines or as one panel, at little cost."""
+"""The view shows the state from the run's files and servers, as lines or as one panel, at little cost."""
 
 from __future__ import annotations
 
@@ -107,12 +107,28 @@ def test_the_panel_shows_steps_reward_and_phase(tmp_path: Path) -> None:
     write_rows(tmp_path / "metrics.jsonl", 1, 2, 3)
     state.rows = MetricsTail(tmp_path / "metrics.jsonl").read()
     state.phase = "training"
+    state.status = {"flow": {"diagnosis": {"finding": {"severity": "slow", "headline": "rollouts are slower"}}}}
     console = Console(width=120, file=io.StringIO(), force_terminal=False)
     with console.capture() as capture:
         console.print(render(state))
     text = capture.get()
-    for part in ("demo", "step 3/4", "▃▅▆", "vllm starting", "training", "0.750"):
+    for part in ("demo", "step 3/4", "▃▅▆", "vllm starting", "training", "0.750", "rollouts are slower"):
         assert part in text
+
+
+def test_both_views_name_the_page_once_the_programs_are_planned(tmp_path: Path) -> None:
+    state, out = snapshot(tmp_path), io.StringIO()
+    view = PlainView(out)
+    view.update(state, ())
+    assert "page" not in out.getvalue()
+    state.page_url = "http://127.0.0.1:8000/"
+    view.update(state, ())
+    view.update(state, ())
+    assert out.getvalue().count("page for a browser: http://127.0.0.1:8000/") == 1
+    console = Console(width=120, file=io.StringIO(), force_terminal=False)
+    with console.capture() as capture:
+        console.print(render(state))
+    assert "http://127.0.0.1:8000/" in capture.get()
 
 
 def test_an_environment_that_fell_silent_is_named(tmp_path: Path) -> None:
@@ -128,7 +144,7 @@ def test_a_sparkline_keeps_to_its_scale() -> None:
 
 
 def test_watching_costs_less_than_a_hundredth_of_a_core(tmp_path: Path, broker_url: str) -> None:
-    """Ten looks a second for a second, the broker asked once; measured as CPU time of this thread."""
+    """It reads ten times in a second, and the broker once; the measure is CPU time of this thread."""
     state = snapshot(tmp_path)
     feed = Feed(state, metrics=MetricsTail(tmp_path / "metrics.jsonl"), broker=Endpoint(broker_url))
     write_rows(tmp_path / "metrics.jsonl", *range(1, 40))

@@ -1,4 +1,4 @@
-"""A run directory keeps what was run and what came of it; a second attempt adds to it and overwrites nothing."""
+"""A run directory keeps settings and results of the run; a second attempt adds to it and overwrites nothing."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_record_names_versions_and_revision(tmp_path: Path) -> None:
 
 
 def test_the_record_leaves_out_what_names_itself_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan and the command line's reader have left out what is declared; the last step does not rely on them."""
+    """Declared secrets are removed earlier, by plan and command line; this last step does not rely on that."""
     monkeypatch.setattr(sys, "argv", ["atropos-grpo-run", "--vllm.api-key", "s3cret"])
     run = plan_run_dir(tmp_path, name="demo", log_dir=None, resume=False)
     run.create()

@@ -34,6 +34,17 @@ def test_sections_of_a_run_file_reach_their_programs(run_file: str) -> None:
     assert environment.openai == {"server_type": "vllm"}
 
 
+def test_settings_that_have_no_effect_in_this_launch_are_remarked_on(tmp_path: Path) -> None:
+    idle = ("--vllm-gpu", "3", "--vllm-tensor-parallel-size", "2")
+    elsewhere = ("--weight-bridge-mode", "lora_only", "--num-inference-nodes", "2", "--vllm-host", "other")
+    settings = read_settings(["--model-name", "m", *elsewhere, *idle, "--log-dir", str(tmp_path)])
+    assert [remark.split(" has no effect")[0] for remark in settings.remarks] == [
+        "--vllm-gpu 3",
+        "--vllm-tensor-parallel-size 2",
+    ]
+    assert read_settings(["--model-name", "m", "--weight-bridge-mode", "lora_only", *idle]).remarks == ()
+
+
 def test_flags_lie_over_files_and_later_files_over_earlier_ones(run_file: str, tmp_path: Path) -> None:
     second = tmp_path / "second.yaml"
     second.write_text("trainer: {training_steps: 7}\nenv: {max_token_length: 32}\n")
@@ -179,3 +190,12 @@ def test_an_environment_is_named_by_its_file_alone(flags: list[str]) -> None:
     own, taken = split_section_flags([*flags, "--env.seed", "7", "--seed", "3"])
     assert own == ["--seed", "3"]
     assert taken["env"].values == {"server": "my_env.py", "seed": "7"}
+
+
+@pytest.mark.parametrize("mode", ["lora_only", "lora_restart", "shared_vllm"])
+def test_the_demo_serves_adapters_in_sixteen_bits_on_a_gpu_alone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = ["--config", str(Path(__file__).parents[3] / "configs" / "demo.yaml"), "--weight-bridge-mode", mode]
+    monkeypatch.setattr("example_trainer.launcher.run_file.serves_from_gpu", lambda _: False)
+    assert read_settings(demo).trainer.dtype == "float32"
+    monkeypatch.setattr("example_trainer.launcher.run_file.serves_from_gpu", lambda _: True)
+    assert read_settings(demo).trainer.dtype == ("float32" if mode == "shared_vllm" else "bfloat16")

@@ -105,7 +105,7 @@ def test_each_program_reads_its_secrets_from_a_second_file(launch: Launch, plan:
 
 
 def test_one_bridge_token_for_the_trainer_and_its_servers(launch: Launch, plan: Plan) -> None:
-    """The trainer's own token is of no use to a server that was given another."""
+    """A trainer's token does not work at a server that has another."""
     assert {child.environment["ATROPOS_BRIDGE_TOKEN"] for child in plan.children} == {SECRETS["bridge"]}
 
 

@@ -1,4 +1,4 @@
-"""A launch that cannot begin ends with one line that names the flag and the remedy: paths, ports, variables, models."""
+"""An impossible launch ends with one line that names flag and remedy: for paths, ports, variables, models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from example_trainer.processes.ports import NoPort
 
 @pytest.fixture
 def occupied(tmp_path: Path) -> Path:
-    """A file where a directory is wanted."""
+    """A file at the place of a directory."""
     path = tmp_path / "a-file"
     path.write_text("")
     return path
@@ -40,7 +40,7 @@ def test_the_trainer_names_the_directory_that_it_cannot_write(
 
 
 def test_a_directory_without_permission_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root may write everywhere, so the refusal of the system is that of a system directory."""
+    """Root may write everywhere, so the test takes a system directory that refuses all."""
     config = TrainingConfig.model_validate({"model_name": "m", "run_dir": "/proc/run"})
     with pytest.raises(
         DirectoryUnusable, match=r"--run-dir /proc/run: cannot be written \(.*\); name another directory"
@@ -124,7 +124,7 @@ def test_a_meeting_point_that_is_none_is_told(init_method: str, told: str, monke
 
 def test_a_hub_that_does_not_answer_is_told_whatever_its_client_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     class SomeHttpError(Exception):
-        """As of an HTTP library that the hub's client has changed to."""
+        """An error like those of the HTTP library that newer hub clients use."""
 
     def fail(*_: object, **__: object) -> None:
         raise SomeHttpError("Name or service not known")

@@ -71,7 +71,7 @@ def test_without_wandb_or_its_shared_mode_each_program_is_left_alone(
 
 
 class SharedRun:
-    """Stands in for a run in shared mode, which needs W&B's server; a step number, which that ignores, is an error."""
+    """A stand-in for a run in shared mode, which needs W&B's server; a step number, ignored there, is an error here."""
 
     def __init__(self) -> None:
         self.logged: list[dict[str, Any]] = []

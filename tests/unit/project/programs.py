@@ -1,4 +1,4 @@
-"""Printed commands are read here as their programs read them, up to the point where a program would begin its work."""
+"""Reads printed commands as their programs do, up to the point where a program would begin its work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shell_words(text: str) -> list[str]:
 
 
 def words_of(text: str, model: Path) -> list[str]:
-    """Return the words of a printed block, comments left out; `...` is for the reader to fill in with the model."""
+    """Return the words of a printed block without comments; `...` stands for the model."""
     words = shell_words(NAMED_MODEL.sub(str(model), text))
     at = words.index("...") if "..." in words else None
     if at is not None:
@@ -114,7 +114,7 @@ def start(text: str, model: Path, monkeypatch: pytest.MonkeyPatch, *, more: Sequ
 
 
 def start_under_accelerate(words: Sequence[str], model: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Read the launcher's arguments with its own parser, then start the trainer with the precision that it hands on."""
+    """Read the launcher's arguments with its own parser, then start the trainer with the precision from it."""
     from accelerate.commands.launch import launch_command_parser
 
     filled = ["1" if word == "<gpu_devices>" else word for word in words]

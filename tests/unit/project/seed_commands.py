@@ -1,7 +1,7 @@
 """The commands that the four published guides print, word for word, as facts.
 
-A command is a block of a shell: variables in front, one program, its flags over several lines. A fragment is a block
-of flags alone; the guide says to which of its commands they are added.
+A command is a shell block: variables, a program, and its flags over several lines. A fragment is a block of flags only,
+which the guide adds to one of its commands.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ ROOT = Path(__file__).parents[3]
 DEMO: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "configs/demo.yaml").read_text(encoding="utf-8"))
 PAGE = (ROOT / "docs/howto/four-terminals.md").read_text(encoding="utf-8")
 NAMES = {"name", "model_name"}
-"""Settings that name a run and its model; the page uses another folder for the model."""
+"""Settings that name a run and its model, which the page has in another folder."""
 
 
 def command(program: str) -> list[str]:
-    """The arguments of `program` on the page, without the variables in front of it."""
+    """Return the arguments of `program` on the page, without the variables in front of it."""
     blocks = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
     words = [shlex.split(block.replace("\\\n", " ")) for block in blocks]
     (found,) = [line[line.index(program) + 1 :] for line in words if program in line]

@@ -1,4 +1,4 @@
-"""`make test-all` leaves nothing out: every long form is asked for and every test folder is in a stage."""
+"""`make test-all` is complete: it selects every long form, and every test folder is in a stage."""
 
 from __future__ import annotations
 

@@ -11,14 +11,21 @@ import pytest
 import yaml
 
 from atropos_api.common import metric_names
+from atropos_api.config import BrokerConfig
 from environments.commands import VERBS as ENVIRONMENT_DATA_VERBS
+from environments.export import DpoOptions, SftOptions, ViewOptions
 from environments.generate_docs import SHIPPED
 from environments.sdk import APIServerConfig, BaseEnvConfig
 from environments.sdk.runtime.cli import VERBS as ENVIRONMENT_VERBS
 from environments.sdk.runtime.cli import EnvironmentCommand
+from example_trainer.cli import TrainerCommand
 from example_trainer.commands.main import VERBS
+from example_trainer.commands.memory import MemoryOptions
+from example_trainer.commands.top import TopConfig
+from example_trainer.launcher.run_file import RunConfig
 from example_trainer.options.modes import MODES
 from example_trainer.options.presets import PRESETS
+from example_trainer.serving.config import ServerConfig
 
 from .programs import environment_class
 
@@ -30,6 +37,7 @@ REFERENCE = {name: PAGES[ROOT / "docs/reference" / f"{name}.md"] for name in ("c
 TROUBLESHOOTING = PAGES[ROOT / "docs/howto/troubleshooting.md"]
 ALL = "\n".join(PAGES.values())
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+HELP_BEGINS = re.compile(r"[A-Z]|vLLM|[\w, ]+:|\w+ \(|\w*_\w+|cpu, ")
 LINK = re.compile(r"\]\(([^)#:\s]*)(#[^)\s]*)?\)")
 
 SYMPTOMS = (
@@ -78,7 +86,7 @@ REMEDIES = (
     "--master-weights",
     "--seq-len",
 )
-"""Advice of the guides and of this project where memory runs out."""
+"""Advice of the guides and of this project for running out of memory."""
 
 
 def kebab(name: str) -> str:
@@ -128,6 +136,15 @@ def test_each_setting_of_each_environment_is_in_the_reference(section: str) -> N
     assert [name for name in fields if f"`--{section}.{kebab(name)}`" not in REFERENCE["environments"]] == []
     flags = set(EnvironmentCommand.model_fields) - {"env", "openai"}
     assert [name for name in flags if f"`--{kebab(name)}`" not in REFERENCE["environments"]] == []
+
+
+def test_the_help_of_each_option_is_a_sentence() -> None:
+    """It begins with a capital letter, or with a value or name of the code, and ends with a full stop."""
+    models = [BrokerConfig, RunConfig, TrainerCommand, ServerConfig, MemoryOptions, TopConfig]
+    models += [EnvironmentCommand, BaseEnvConfig, APIServerConfig, ViewOptions, SftOptions, DpoOptions]
+    models += [type(environment_class(name).config_init()[0]) for name in SHIPPED]
+    helps = {field.description for model in models for field in model.model_fields.values() if field.description}
+    assert [text for text in helps if not (HELP_BEGINS.match(text) and text.endswith("."))] == []
 
 
 def test_each_metric_is_in_the_reference() -> None:
@@ -187,3 +204,26 @@ def headings(text: str) -> set[str]:
 
 def test_the_readme_names_what_differs_from_atropos() -> None:
     assert "(docs/explanation/differences.md)" in PAGES[README]
+
+
+CLAIMS = re.compile(r"\b(measured|median|ratios?|faster|slower|cheaper|was seen|reaches|took|p99|of the rate)\b")
+"""Words of a paragraph that reports a measurement."""
+
+FIGURE = re.compile(r"\d(\.\d+)? ?(%|ms|s\b|MiB|GB|KB|times|x\b)|\b\d+\.\d+")
+REPEATS = re.compile(r"`[^`]*(python |benchmarks/|pytest|make (gpu|bench|demo)|atropos[ -]|ATROPOS_|tests/)[^`]*`|```")
+
+
+def sections() -> list[tuple[str, str]]:
+    """Return page and text of each section, of pages that are written by hand."""
+    written = [path for path in PAGES if "prints this page" not in PAGES[path]]
+    return [(str(path.relative_to(ROOT)), part) for path in written for part in re.split(r"(?m)^## ", PAGES[path])]
+
+
+def test_a_section_that_reports_a_measured_figure_names_what_repeats_it() -> None:
+    unnamed = [
+        f"{page}: {section.splitlines()[0]}"
+        for page, section in sections()
+        if any(CLAIMS.search(text) and FIGURE.search(text) for text in section.split("\n\n"))
+        and not REPEATS.search(section)
+    ]
+    assert unnamed == ["docs/howto/gsm8k.md: # GSM8K, from nothing to a curve"], "the run is in the next sections"

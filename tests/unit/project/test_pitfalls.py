@@ -1,4 +1,4 @@
-"""Faults that trainers of this kind are known for: each has a test here that is named after the promise it keeps."""
+"""Known faults of such trainers: each has a test here that is named after the promise it keeps."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ PITFALLS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="module")
 def homes() -> dict[str, Path]:
-    """The file of every test that the default run collects, by the test's name."""
-    paths = [path for path in TESTS.rglob("test_*.py") if "gpu" not in path.parts]
+    """Return the file of every test that the default run collects, by the test's name."""
+    paths = [path for path in TESTS.rglob("test_*.py") if "gpu" not in path.relative_to(TESTS).parts]
     found: dict[str, Path] = {}
     for path in paths:
         names = re.findall(r"^(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)

@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the course's data, and an environment whose start ends after its settings are read."""
+    """A working directory with the course's data; environments stop there once their settings are read."""
     monkeypatch.chdir(tmp_path)
     for name in ("train", "test"):
         path = tmp_path / "data/math" / f"{name}.jsonl"
@@ -172,8 +172,9 @@ def commands_of_our_guides() -> list[object]:
 def test_a_command_of_our_own_guides_is_understood(
     line: str, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Placeholders are filled in, and `/tmp/tiny-chain` is the tiny model; no model, broker or data set is asked."""
+    """Placeholders are filled in, and `/tmp/tiny-chain` is the tiny model; no model, broker or data set is used."""
     (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / "my_env.py").touch()
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[2-3]")
     monkeypatch.setattr("environments.sdk.config._hostnames", lambda listed: ["node2", "node3"])
     filled = re.sub(r"\bMODEL(_FOLDER)?\b|/tmp/tiny-chain", str(model), line)

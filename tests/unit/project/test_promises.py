@@ -1,4 +1,4 @@
-"""Lists of promises name tests that set the thing, assert on it and run: a name alone proves nothing."""
+"""Lists of promises name tests that set the option, assert its effect and run; a name alone proves nothing."""
 
 from __future__ import annotations
 

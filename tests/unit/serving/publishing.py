@@ -1,4 +1,4 @@
-"""Short forms of a trainer's calls to a fence; a module of its own because several test files share them."""
+"""Short forms of a trainer's calls to a fence, which several test files share."""
 
 from __future__ import annotations
 

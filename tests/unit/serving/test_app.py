@@ -10,8 +10,8 @@ import pytest
 
 from example_trainer.serving import generate, problems
 from example_trainer.serving.adapters import Adapters
-from example_trainer.serving.app import Front
-from example_trainer.serving.auth import Sites
+from example_trainer.serving.app import ServerASGI
+from example_trainer.serving.auth import AllowedHosts
 from example_trainer.serving.fence import AdmissionGate, Fence
 from example_trainer.serving.generate import GenerateHandler
 from example_trainer.serving.problems import Problem
@@ -19,11 +19,11 @@ from example_trainer.serving.responses import Replies
 
 pytestmark = pytest.mark.anyio
 
-ANY_SITE = Sites(host="127.0.0.1", names=["*"], origins=["*"], has_keys=False)
+ANY_SITE = AllowedHosts(host="127.0.0.1", names=["*"], origins=["*"], has_keys=False)
 
 
 class Wire:
-    """One request as uvicorn would hand it on, and what was sent back."""
+    """A request as uvicorn passes it on, and the messages of its answer."""
 
     def __init__(self, path, *, method="POST", key=None, body=b"{}", headers=()):
         headers = [*headers] if key is None else [*headers, (b"authorization", b"Bearer " + key)]
@@ -47,7 +47,7 @@ class Wire:
 
 
 class Application:
-    """The application behind the front; it records the paths of its requests."""
+    """The application behind `ServerASGI`; it records the paths of its requests."""
 
     def __init__(self, gate):
         self.asked, self.inside, self._gate = [], [], gate
@@ -69,37 +69,37 @@ def app(gate):
     return Application(gate)
 
 
-async def ask(front, path, **fields):
+async def ask(asgi, path, **fields):
     wire = Wire(path, **fields)
-    await front(wire.scope, wire.receive, wire.send)
+    await asgi(wire.scope, wire.receive, wire.send)
     return wire
 
 
 async def test_with_keys_every_route_but_health_needs_one_and_the_bridge_token_is_one(app, gate):
-    front = Front(app, app, gate, root_path="", keys=[b"sesam", b"bridge"], sites=ANY_SITE)
+    asgi = ServerASGI(app, app, gate, root_path="", keys=[b"sesam", b"bridge"], allowed_hosts=ANY_SITE)
     routes = ["/generate", "/v1/completions", "/v1/load_lora_adapter", "/bridge/info", "/lora/status", "/metrics"]
     for path in routes:
         for method in ("GET", "POST"):
             for key in (None, b"guess", b""):
-                refused = await ask(front, path, method=method, key=key)
+                refused = await ask(asgi, path, method=method, key=key)
                 assert refused.status == 401
                 assert b"--api-key" in refused.body
     assert app.asked == []
     for path in ("/health", "/readyz", "/ping"):
-        assert (await ask(front, path, method="GET")).status == 200
+        assert (await ask(asgi, path, method="GET")).status == 200
     for key in (b"sesam", b"bridge"):
-        assert (await ask(front, "/v1/completions", key=key)).status == 200
+        assert (await ask(asgi, "/v1/completions", key=key)).status == 200
 
 
 async def test_without_keys_nothing_is_asked(app, gate):
-    front = Front(app, app, gate, root_path="", keys=[], sites=ANY_SITE)
-    assert (await ask(front, "/bridge/info", method="GET")).status == 200
+    asgi = ServerASGI(app, app, gate, root_path="", keys=[], allowed_hosts=ANY_SITE)
+    assert (await ask(asgi, "/bridge/info", method="GET")).status == 200
 
 
 async def test_generating_routes_pass_the_door_and_vllms_loading_of_adapters_is_ours(app, gate):
-    front = Front(app, app, gate, root_path="/behind", keys=[], sites=ANY_SITE)
+    asgi = ServerASGI(app, app, gate, root_path="/behind", keys=[], allowed_hosts=ANY_SITE)
     for path in ("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/bridge/pause"):
-        await ask(front, f"/behind{path}")
+        await ask(asgi, f"/behind{path}")
     assert app.asked == [
         "/behind/v1/completions",
         "/behind/lora/load_lora_adapter",
@@ -108,41 +108,41 @@ async def test_generating_routes_pass_the_door_and_vllms_loading_of_adapters_is_
     ]
     assert app.inside == [1, 0, 0, 0]
     gate.refuse(problems.paused())
-    assert (await ask(front, "/behind/v1/completions")).status == 503
+    assert (await ask(asgi, "/behind/v1/completions")).status == 503
 
 
 async def test_routes_of_no_use_here_are_not_answered(app, gate):
-    """They answered 500, or ended other clients' requests whose names can be guessed."""
-    front = Front(app, app, gate, root_path="", keys=[], sites=ANY_SITE)
+    """These routes answered 500, or ended other clients' requests, whose names can be guessed."""
+    asgi = ServerASGI(app, app, gate, root_path="", keys=[], allowed_hosts=ANY_SITE)
     for path in ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/inference/v1/abort_requests", "/abort_requests"):
-        answer = await ask(front, path)
+        answer = await ask(asgi, path)
         assert answer.status == 404
         assert path.encode() in answer.body
     assert app.asked == []
 
 
 async def test_another_sites_page_gets_no_answer_by_any_route_but_health(app, gate):
-    sites = Sites(host="127.0.0.1", names=[], origins=[], has_keys=False)
-    front = Front(app, app, gate, root_path="", keys=[], sites=sites)
+    allowed_hosts = AllowedHosts(host="127.0.0.1", names=[], origins=[], has_keys=False)
+    asgi = ServerASGI(app, app, gate, root_path="", keys=[], allowed_hosts=allowed_hosts)
     foreign = [(b"host", b"127.0.0.1:9001"), (b"origin", b"http://evil.example")]
     for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/bridge/pause", "/ping/"):
-        assert (await ask(front, path, headers=foreign)).status == 403
+        assert (await ask(asgi, path, headers=foreign)).status == 403
     rebound = [(b"host", b"evil.example:9001")]
     for path in ("/v1/models", "/metrics", "/bridge/info"):
-        assert (await ask(front, path, method="GET", headers=rebound)).status == 403
+        assert (await ask(asgi, path, method="GET", headers=rebound)).status == 403
     assert app.asked == []
     for path in ("/health", "/readyz", "/ping"):
-        assert (await ask(front, path, method="GET", headers=rebound)).status == 200
+        assert (await ask(asgi, path, method="GET", headers=rebound)).status == 200
 
 
 async def test_a_websocket_of_another_sites_page_is_refused(app, gate):
-    """Browsers open a websocket to another site without a preflight request."""
-    sites = Sites(host="127.0.0.1", names=[], origins=[], has_keys=False)
-    front = Front(app, app, gate, root_path="", keys=[], sites=sites)
+    """Browsers open a websocket to another site without asking it first."""
+    allowed_hosts = AllowedHosts(host="127.0.0.1", names=[], origins=[], has_keys=False)
+    asgi = ServerASGI(app, app, gate, root_path="", keys=[], allowed_hosts=allowed_hosts)
     wire = Wire("/v1/realtime", headers=[(b"host", b"127.0.0.1:9001"), (b"origin", b"http://evil.example")])
     wire.scope["type"] = "websocket"
     del wire.scope["method"]
-    await front(wire.scope, wire.receive, wire.send)
+    await asgi(wire.scope, wire.receive, wire.send)
     assert wire.status == 403
     assert app.asked == []
 
@@ -151,6 +151,7 @@ class BreakingEngine:
     """An engine that returns one token and then fails."""
 
     serves_adapter = None
+    is_traced = False
 
     def generate(self, *_):
         async def pieces():

@@ -1,4 +1,4 @@
-"""A server whose engine failed says why in its own line, not that there is a reason somewhere."""
+"""A server whose engine failed gives the reason in its own line, not a reference to another place."""
 
 from __future__ import annotations
 

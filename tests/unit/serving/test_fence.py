@@ -221,7 +221,7 @@ async def test_each_publish_has_a_random_id_of_its_own(fence):
     assert {len(bytes.fromhex(each)) for each in ids} == {16}
 
 
-class NotedChange:
+class NotedUpdate:
     """A change of weights that the server loaded itself; it records its calls and may be able to go back."""
 
     def __init__(self, *, can_go_back=True):
@@ -236,24 +236,24 @@ class NotedChange:
 
 
 async def overwritten(fence, version, **fields):
-    publish_id, change = await begin(fence, **fields), NotedChange()
-    fence.overwrite(publish_id, version, change)
-    return publish_id, change
+    publish_id, update = await begin(fence, **fields), NotedUpdate()
+    fence.overwrite(publish_id, version, update)
+    return publish_id, update
 
 
 async def test_an_aborted_change_is_taken_back_and_the_old_version_served(engine, gate):
     fence = Fence(engine, gate, header=None)
     await fence.serve_fixed(1)
-    publish_id, change = await overwritten(fence, 2)
+    publish_id, update = await overwritten(fence, 2)
     assert (await fence.abort(publish_id))["torn"] is False
     await gate.enter()
-    assert (change.calls, fence.policy_version, engine.calls[-1]) == (["taken back"], 1, ("resume", None))
+    assert (update.calls, fence.policy_version, engine.calls[-1]) == (["taken back"], 1, ("resume", None))
 
 
 async def test_a_change_that_cannot_be_taken_back_is_refused_until_a_whole_publish(engine, gate):
     fence = Fence(engine, gate, header=None)
-    publish_id, change = await overwritten(fence, 1)
-    change.can_go_back = False
+    publish_id, update = await overwritten(fence, 1)
+    update.can_go_back = False
     assert (await fence.abort(publish_id))["torn"] is True
     publish_id, other = await overwritten(fence, 2)  # what this one could put back is torn as well
     assert (await fence.abort(publish_id))["torn"] is True
@@ -266,13 +266,13 @@ async def test_a_change_that_cannot_be_taken_back_is_refused_until_a_whole_publi
 
 
 async def test_a_change_whose_end_nobody_told_is_neither_kept_nor_taken_back(engine, gate):
-    """The other servers may have gone on under the new version, or not."""
+    """The other servers may have taken the new version, or not."""
     fence = Fence(engine, gate, header=None)
     await fence.serve_fixed(1)
-    _, change = await overwritten(fence, 2, lease_seconds=0.02)
+    _, update = await overwritten(fence, 2, lease_seconds=0.02)
     await asyncio.sleep(0.1)
     assert await refusal_of(gate) == "weights-torn"
-    assert change.calls == []
+    assert update.calls == []
 
 
 async def test_a_version_that_is_not_new_changes_nothing(engine, gate):
@@ -280,7 +280,7 @@ async def test_a_version_that_is_not_new_changes_nothing(engine, gate):
     await fence.serve_fixed(5)
     publish_id = await begin(fence)
     with pytest.raises(Problem) as caught:
-        fence.overwrite(publish_id, 5, NotedChange())
+        fence.overwrite(publish_id, 5, NotedUpdate())
     assert caught.value.kind == "version-not-new"
     assert (await fence.abort(publish_id))["torn"] is False
 
@@ -296,7 +296,7 @@ async def test_whole_weights_do_not_end_a_publish_while_another_write_has_begun(
 
 
 async def test_a_server_that_stops_lets_nobody_in_after_a_publish_that_ends_then(fence, gate, header):
-    """Its clients are the next server's by then, and may have seen a newer version there."""
+    """Its clients have moved to the next server by then, and may have seen a newer version there."""
     publish_id = await begin(fence)
     header.begin_write(1)
     header.end_write(1)

@@ -1,4 +1,4 @@
-"""Publishes that their trainer does not end: lost answers, lapses at each step, an engine that does not go on."""
+"""Publishes that their trainer does not end: lost answers, lapses at each step, an engine that does not resume."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_r41_an_abort_after_the_whole_write_serves_the_version_that_the_he
 
 
 async def test_r41_weights_that_were_torn_are_not_served_by_a_resume_once_they_are_whole(fence, engine, gate, header):
-    """A trainer that stood still over its lease in the middle of the write, and finishes it afterwards."""
+    """The trainer stops in the middle of the write until its lease has ended, and finishes the write afterwards."""
     await publish(fence, header, 1)
     await begin(fence, lease_seconds=0.02)
     header.begin_write(2)
@@ -250,7 +250,7 @@ async def test_a_resume_by_hand_that_fails_leaves_the_server_held(fence, engine,
 
 
 class SlowChange:
-    """Takes longer to put the old weights back than the lease lasts."""
+    """A change that takes longer than the lease to restore the old weights."""
 
     async def keep(self):
         raise AssertionError
@@ -273,7 +273,7 @@ async def test_an_abort_that_takes_longer_than_the_lease_does_not_lapse_meanwhil
 async def test_what_is_decoded_beside_lapses_aborts_and_publishes_is_stamped_with_the_weights_it_is_of(
     fence, engine, gate, header
 ):
-    """The weights are one number; a step reads it and nothing writes it while the engine runs."""
+    """The weights are one number, which a step reads; it must not change while the engine runs."""
     weights, wrong = [1], []
 
     async def ask():

@@ -1,4 +1,4 @@
-"""Each kind of connection goes from one server to the next as it should, byte by byte and in one process."""
+"""Each kind of connection passes from one server to the next without loss, byte by byte, in one process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import uvicorn
 
 from example_trainer.processes.ports import HandoverChannel, listen
 from example_trainer.serving import handover, problems
-from example_trainer.serving.handover import Connection, HandoverServer, arriving, hand_over
+from example_trainer.serving.handover import Connection, HandoverServer, hand_over, receive_connections
 from example_trainer.serving.testing import VersionServer
 
 pytestmark = pytest.mark.anyio
 
 
 class Served:
-    """A server in this process, and all requests that it was asked."""
+    """A server in this process that records all its requests."""
 
     def __init__(self, version):
         self.app, self.asked = VersionServer(version, answer_seconds=0.0), []
@@ -68,8 +68,8 @@ class Replacement:
         return reader, writer
 
     async def replace(self, **options):
-        """Returns once the new server is at work; the old one's port and requests are gone by then."""
-        arrival = asyncio.ensure_future(arriving(self.channel.receiver))
+        """Replace the server; return when the new one works and the old one's port and requests are gone."""
+        arrival = asyncio.ensure_future(receive_connections(self.channel.receiver))
         assert await self.old.hand_over(self.channel.sender, **options)
         self.new.server.arrived = await arrival
         await self._stack.enter_async_context(self.new.running(self._second))
@@ -98,7 +98,7 @@ def request(path="/generate", **body):
 
 
 async def answer(reader):
-    """The version of the next answer; a stream's pieces must agree."""
+    """Return the version of the next answer; a stream's pieces must agree."""
     head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).lower()
     assert head.startswith(b"http/1.1 200"), head
     if b"chunked" in head:
@@ -230,7 +230,7 @@ async def test_what_a_server_that_is_killed_had_given_is_answered_by_the_next():
         (connection,) = both.old.server.server_state.connections
         await handover._send(both.channel.sender, [connection.detach()])
         both.channel.end()  # its starter says it, after a SIGKILL
-        both.new.server.arrived = await arriving(both.channel.receiver)
+        both.new.server.arrived = await receive_connections(both.channel.receiver)
         async with both.new.running(both._second.dup()):
             assert await answer(reader) == 2
 
@@ -256,4 +256,4 @@ async def test_encrypted_connections_are_neither_given_nor_waited_for(monkeypatc
         writer.write(request())
         assert await answer(reader) == 1
         await asyncio.wait_for(both.old.hand_over(both.channel.sender), 1)
-        assert await arriving(both.channel.receiver) == []
+        assert await receive_connections(both.channel.receiver) == []

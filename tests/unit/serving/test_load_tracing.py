@@ -11,7 +11,7 @@ FUSED = {"q": 0, "k": 4, "v": 6}
 
 
 class Loader:
-    """Loads as vLLM does: q, k and v into one parameter, an embedding into a padded one, a fused tensor in parts."""
+    """A loader like vLLM's: q, k and v into one parameter, an embedding into a padded one, a fused tensor in parts."""
 
     def __init__(self):
         self.qkv = torch.nn.Parameter(torch.full((8, 3), 7.0), requires_grad=False)

@@ -1,18 +1,19 @@
-"""One request's row of a batch stays apart from the others', on small examples."""
+"""A request's row of a batch is independent of the others, on small examples."""
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from example_trainer.serving.engine import complete_characters, leaves_nothing
-from example_trainer.serving.vllm.patches import leaving_out_rows_without_adapter
+from example_trainer.serving.vllm.patches import leaving_out_rows_without_adapter, leaving_quantised_heads
 
 
 def add_by_slot(inputs, weights, output, slots, scale=1.0):
-    """As vLLM's functions for a CPU: a slot of -1 is the last."""
+    """Add as vLLM's functions for a CPU do: a slot of -1 is the last one."""
     output += scale * torch.einsum("bi,boi->bo", inputs, weights[slots])
 
 
@@ -26,6 +27,26 @@ def test_rows_without_an_adapter_stay_as_they_are(slots):
     for row, slot in enumerate(slots):
         expected = torch.ones(5) if slot < 0 else 1 + 2 * weights[slot] @ inputs[row]
         assert torch.allclose(output[row], expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in vLLM's imports
+@pytest.mark.parametrize(("quantised", "computed"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_a_quantised_head_keeps_its_own_dtype_and_says_so(quantised, computed):
+    """vLLM itself refuses another head dtype, but only in the first batch."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    weight, states = torch.randn(5, 4, dtype=torch.bfloat16), torch.randn(3, 4, dtype=torch.bfloat16)
+    own = SimpleNamespace(apply=lambda layer, states, bias: states @ layer.weight.t())
+    method = own if quantised else UnquantizedEmbeddingMethod()
+    head = SimpleNamespace(weight=weight, quant_method=method)
+    processor = SimpleNamespace(head_dtype=torch.float32)
+    apply = inspect.unwrap(LogitsProcessor._apply_head)
+    if quantised:
+        with pytest.raises(ValueError, match="unquantized lm_head"):
+            apply(processor, head, states, None)
+    logits = leaving_quantised_heads(apply)(processor, head, states, None)
+    assert logits.dtype == processor.head_dtype == computed
 
 
 def params(**fields):

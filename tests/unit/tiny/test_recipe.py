@@ -106,7 +106,7 @@ def test_muon_lowers_a_loss():
 
 
 def test_every_loader_sees_the_same_tokenizer(folder):
-    """A qwen2 config beside it makes AutoTokenizer rebuild the tokenizer by Qwen2's rules: the ids must not change."""
+    """With a qwen2 config beside it AutoTokenizer rebuilds the tokenizer by Qwen2's rules; the ids must not change."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     auto, plain = AutoTokenizer.from_pretrained(folder), PreTrainedTokenizerFast.from_pretrained(folder)
@@ -129,7 +129,7 @@ def test_the_splitting_rule_is_still_qwen2s():
 
 
 def test_the_saved_model_is_untied_fp32_with_room_and_knows_its_end_token(folder, tokenizer):
-    """R40: a context of at least 512 tokens."""
+    """R40: the context has at least 512 tokens."""
     from safetensors import safe_open
     from transformers import AutoConfig, GenerationConfig
 

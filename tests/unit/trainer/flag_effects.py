@@ -1,8 +1,8 @@
 """The effect of each trainer flag, as seen from outside: in metrics, weights, files, or messages to the broker.
 
-`EFFECTS` compares a run with the flag to one without it. `SERVED` looks at the command that the trainer starts its
-inference server with. `ELSEWHERE` names the test that watches what needs more than one process on recorded batches.
-A flag in none of the three fails a test, so whoever adds a flag adds a line here.
+`EFFECTS` compares a run with the flag to one without it. `SERVED` checks the command by which the trainer starts its
+inference server. `ELSEWHERE` names the tests of flags that need more than one process on recorded batches. A flag in
+none of the three fails a test, so that each new flag gets a line here.
 """
 
 from __future__ import annotations
@@ -11,68 +11,68 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .flag_bench import Seen, wandb_file
+from .flag_harness import TrainedRun, wandb_file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect:
-    """`argv` over `beside`, against `beside` alone; `holds` is asked with the run and the one it is compared to."""
+    """The flag's `argv` with `beside` is compared with `beside` alone; `holds` gets both runs."""
 
     argv: str
-    holds: Callable[[Seen, Seen], bool]
+    holds: Callable[[TrainedRun, TrainedRun], bool]
     beside: str = ""
     needs: str = ""
-    """An optional package; without it the flag is refused, which another test holds."""
+    """An optional package; another test checks that without it the flag is refused."""
 
 
-def _other_weights(seen: Seen, usual: Seen) -> bool:
+def _other_weights(seen: TrainedRun, usual: TrainedRun) -> bool:
     return not seen.same_weights(usual)
 
 
-def _other(metric: str) -> Callable[[Seen, Seen], bool]:
-    """The metric is another at the last step."""
+def _other(metric: str) -> Callable[[TrainedRun, TrainedRun], bool]:
+    """Check that the metric differs at the last step."""
     return lambda seen, usual: seen.last[metric] != usual.last[metric]
 
 
-def _file(pattern: str) -> Callable[[Seen, Seen], bool]:
-    """A file of this name is there with the flag and not without."""
+def _file(pattern: str) -> Callable[[TrainedRun, TrainedRun], bool]:
+    """Check that a file of this name exists with the flag and not without."""
     return lambda seen, usual: any(seen.directory.glob(pattern)) and not any(usual.directory.glob(pattern))
 
 
-def _trained(seen: Seen) -> set[str]:
+def _trained(seen: TrainedRun) -> set[str]:
     assert seen.policy is not None
     return set(seen.policy.masters)
 
 
-def _shape_of(seen: Seen, part: str) -> tuple[int, ...]:
+def _shape_of(seen: TrainedRun, part: str) -> tuple[int, ...]:
     assert seen.policy is not None
     return next(tuple(master.shape) for name, master in seen.policy.masters.items() if part in name)
 
 
-def _master_dtype(seen: Seen) -> str:
+def _master_dtype(seen: TrainedRun) -> str:
     assert seen.policy is not None
     return str(next(iter(seen.policy.masters.values())).dtype)
 
 
-def _fetched_before_the_step_ended(seen: Seen) -> bool:
+def _fetched_before_the_step_ended(seen: TrainedRun) -> bool:
     return seen.recorded.calls.index(("batch", 2)) < seen.recorded.calls.index(("announce", (2, 1)))
 
 
-def _wandb(text: str) -> Callable[[Seen, Seen], bool]:
-    """The recorded W&B run holds this."""
+def _wandb(text: str) -> Callable[[TrainedRun, TrainedRun], bool]:
+    """Check that the recorded W&B run contains this."""
     return lambda seen, _: text.encode() in wandb_file(seen)
 
 
-def _events(seen: Seen) -> str:
+def _events(seen: TrainedRun) -> str:
     return (seen.directory / "events.jsonl").read_text()
 
 
-def _begun(seen: Seen) -> dict[str, Any]:
+def _begun(seen: TrainedRun) -> dict[str, Any]:
     """Return the body of the first request that began a publish."""
     return next(body for path, body in seen.recorded.served if path.endswith("publish/begin"))
 
 
-def _reads_served(seen: Seen) -> bool:
+def _reads_served(seen: TrainedRun) -> bool:
     assert seen.policy is not None
     return not seen.policy.forwards_from_masters
 
@@ -176,6 +176,16 @@ _OBJECTIVE = {
     ),
     "dual_clip": Effect(argv="--dual-clip None", holds=_other("train/loss")),
     "cispo_cap": Effect(argv="--cispo-cap 1.1", beside="--loss-type cispo", holds=_other("train/loss")),
+    "sapo_temperature_pos": Effect(
+        argv="--sapo-temperature-pos 3", beside="--loss-type sapo", holds=_other("train/loss")
+    ),
+    "sapo_temperature_neg": Effect(
+        argv="--sapo-temperature-neg 3", beside="--loss-type sapo", holds=_other("train/loss")
+    ),
+    "vespo_k_pos": Effect(argv="--vespo-k-pos 1", beside="--loss-type vespo", holds=_other("train/loss")),
+    "vespo_lambda_pos": Effect(argv="--vespo-lambda-pos 1", beside="--loss-type vespo", holds=_other("train/loss")),
+    "vespo_k_neg": Effect(argv="--vespo-k-neg 1", beside="--loss-type vespo", holds=_other("train/loss")),
+    "vespo_lambda_neg": Effect(argv="--vespo-lambda-neg 1", beside="--loss-type vespo", holds=_other("train/loss")),
     "tis_cap": Effect(argv="--tis-cap 1.1", beside="--importance-sampling truncated", holds=_other("train/loss")),
     "tis_floor": Effect(argv="--tis-floor 0.9", beside="--importance-sampling truncated", holds=_other("train/loss")),
     "log_ratio_clamp": Effect(
@@ -194,8 +204,8 @@ _OBJECTIVE = {
         argv="--staleness-mask 0",
         beside=_TWO,
         holds=lambda seen, usual: (
-            (seen.first["train/loss"], seen.last["train/loss"]) == (usual.first["train/loss"], 0.0)
-            and (seen.last["staleness/weight_mean"], seen.last["train/grad_norm"]) == (0.0, 0.0)
+            seen.first["train/loss"] == usual.first["train/loss"]
+            and (seen.last["train/skipped"], usual.last["train/skipped"]) == (1.0, 0.0)
         ),
     ),
     "staleness_decay": Effect(
@@ -286,6 +296,12 @@ _RUN = {
     "checkpoint_interval": Effect(argv="--checkpoint-interval 1", beside=_TWO, holds=_file("checkpoint-1")),
     "checkpoint_names": Effect(argv="--checkpoint-names cs336", holds=_file("checkpoint_step_1/model.safetensors")),
     "save_batches": Effect(argv="--save-batches", holds=_file("rollouts/batch-1.atb")),
+    "recorded_tokens": Effect(
+        argv="--recorded-tokens 0",
+        holds=lambda seen, usual: (
+            not (seen.directory / "trained.jsonl").exists() and (usual.directory / "trained.jsonl").exists()
+        ),
+    ),
     "keep_last": Effect(
         argv="--keep-last 1",
         beside=f"{_TWO} --checkpoint-interval 1",
@@ -301,6 +317,7 @@ _RUN = {
         holds=lambda seen, _: seen.recorded.token == "Bearer s3cret",
     ),
     "take_over": Effect(argv="--take-over", holds=lambda seen, usual: seen.request.take_over > usual.request.take_over),
+    "policy": Effect(argv="--policy math", holds=lambda seen, _: seen.request.policy == "math"),
     "max_staleness": Effect(argv="--max-staleness 3", holds=lambda seen, _: seen.request.max_staleness == 3),
     "wait_timeout": Effect(argv="--wait-timeout 7", holds=lambda seen, _: seen.recorded.of("wait") == [7.0]),
     "vllm_restart_interval": Effect(
@@ -332,6 +349,17 @@ _TRACKING = {
     "benchmark": Effect(
         argv="--benchmark",
         holds=lambda seen, usual: "benchmark: time/step mean" in seen.log and "benchmark:" not in usual.log,
+    ),
+    "metrics_port": Effect(
+        argv="--metrics-port 0",
+        holds=lambda seen, usual: "metrics at http://127.0.0.1:" in seen.log and "metrics at" not in usual.log,
+    ),
+    "metrics_host": Effect(
+        argv="--metrics-host 127.0.0.2",
+        beside="--metrics-port 0",
+        holds=lambda seen, usual: (
+            "metrics at http://127.0.0.2:" in seen.log and "metrics at http://127.0.0.1:" in usual.log
+        ),
     ),
 }
 
@@ -377,7 +405,8 @@ SERVED: dict[str, tuple[str, str]] = {
     "max_model_len": ("--max-model-len 512", "--max-model-len 512"),
     "vllm_tensor_parallel_size": ("--vllm-tensor-parallel-size 2", "--tensor-parallel-size 2"),
     "vllm_quantization": ("--vllm-quantization fp8", "--quantization fp8"),
+    "vllm_head_dtype": ("--vllm-head-dtype auto", "--head-dtype auto"),
     "vllm_enable_sleep_mode": ("--vllm-enable-sleep-mode", "--enable-sleep-mode"),
     "log_dir": ("--log-dir somewhere", "--bridge-dir somewhere"),
 }
-"""Flag, and what the command that starts the server holds then and not without it."""
+"""Each flag, and the part of the server's command that is there only with it."""

@@ -1,7 +1,7 @@
-"""The flags that the published guides table, as facts: where, the flag, and the default given there.
+"""The flags in the published guides' tables, as facts: guide, flag, and default there.
 
-Two defaults of the guides are not kept on purpose: checkpoints and logs lie in the run directory unless a place is
-named (`trained_model_checkpoints` and `./logs` in the guides).
+Two defaults of the guides are not kept on purpose: checkpoints and logs are in the run directory unless a path is
+given (`trained_model_checkpoints` and `./logs` in the guides).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ COURSE_SCRIPT: Final[tuple[tuple[str, object, str], ...]] = (
     ("--wandb-project", None, "wandb_project"),
     ("--wandb-run-name", None, "wandb_run_name"),
 )
-"""Flag, the script's default, and the setting or size here that has it under `--preset cs336`."""
+"""Each flag with the script's default, and the setting or size that has it here under `--preset cs336`."""
 
 COURSE_SCRIPT_ENVIRONMENT: Final = ("--group-size", "--eval-steps", "--data-path", "--val-data-path")
 
@@ -101,4 +101,4 @@ TRL_GUIDE: Final[tuple[tuple[str, object, str], ...]] = (
     ("--clip-range", 0.2, "clip_eps"),
     ("--load-in-4bit", False, "load_in_4bit"),
 )
-"""As `COURSE_SCRIPT`, under `--preset trl-note`; its group size is the environment's."""
+"""The same under `--preset trl-note`; its group size is the environment's."""

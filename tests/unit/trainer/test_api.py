@@ -34,7 +34,7 @@ def batch(number: int) -> Batch:
 
 
 class Broker:
-    """Hands out batches at once and remembers which were asked for."""
+    """A broker that gives out batches at once and records the requested ones."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []

@@ -26,7 +26,7 @@ from example_trainer.checkpointing import (
     save_checkpoint,
 )
 from example_trainer.config import TrainingConfig
-from example_trainer.errors import CheckpointError
+from example_trainer.errors import CheckpointError, NonfiniteWeights
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.lora import AdapterOptions
@@ -82,7 +82,7 @@ def test_a_write_that_breaks_off_leaves_no_checkpoint_behind(
 
 
 class Disk:
-    """Records which paths are synced to the disk and which are renamed, in this order."""
+    """Records the synced and renamed paths, in order."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, str]] = []
@@ -104,7 +104,7 @@ class Disk:
 def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_the_name_after(
     policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else power lost at the wrong moment leaves a checkpoint of that name with empty files in it."""
+    """Otherwise a power failure could leave a checkpoint of that name with empty files in it."""
     disk = Disk(tmp_path, monkeypatch)
     path = save(tmp_path, policy, 1)
     renamed = disk.events.index(("rename", "checkpoint-1"))
@@ -121,12 +121,12 @@ def test_the_version_that_is_about_to_be_published_is_on_the_disk_before_it_coun
     disk = Disk(tmp_path, monkeypatch)
     config = TrainingConfig(model_name="m", name="n", run_dir=tmp_path)
     note_begun(config, "r", 7)
-    assert disk.events == [("sync", ".run.json.part"), ("rename", "run.json")]
+    assert disk.events == [("sync", ".run.json.part"), ("rename", "run.json"), ("sync", ".")]
     assert begun_version(config) == 7
 
 
 class Poison:
-    """Makes a folder when it is unpickled, as an attacker would run a program."""
+    """An object that creates a folder when it is unpickled, as an attacker's would run a program."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -340,3 +340,15 @@ def test_an_adapter_is_stored_as_peft_stores_it_and_comes_back_with_its_optimize
     foreign = peft.PeftModel.from_pretrained(base, path)
     stored = peft.get_peft_model_state_dict(foreign)
     assert all(torch.equal(stored[name], master) for name, master in policy.masters.items())
+
+
+def test_a_checkpoint_with_weights_that_are_not_finite_is_not_resumed_from(policy: Policy, tmp_path: Path) -> None:
+    name, master = next(iter(policy.masters.items()))
+    with torch.no_grad():
+        master.view(-1)[0] = torch.nan
+    checkpoint = save(tmp_path, policy, 1)
+    with torch.no_grad():
+        master.view(-1)[0] = 0.5
+    with pytest.raises(NonfiniteWeights, match=rf"--resume .*checkpoint-1: {name} has values"):
+        restore(checkpoint, policy, stepped_optimizer(policy))
+    assert torch.isfinite(master).all(), "nothing is loaded"

@@ -64,16 +64,12 @@ REFUSED = [
     ),
     (
         {"trainer_tensor_parallel_size": 2, "world_size": 2, "weight_bridge_mode": "shared_vllm"},
-        "one unsharded copy",
+        "add --num-inference-nodes 1, which sends gathered weights",
     ),
-    ({"weight_bridge_mode": "shared_vllm", "world_size": 2}, "one unsharded copy"),
+    ({"weight_bridge_mode": "shared_vllm", "world_size": 2}, "add --num-inference-nodes 1"),
     (
-        {"weight_bridge_mode": "shared_vllm", "world_size": 2, "num_inference_nodes": 2},
-        "--world-size 2: several trainer processes cannot broadcast",
-    ),
-    (
-        {"weight_bridge_mode": "shared_vllm", "vllm_tensor_parallel_size": 2, "num_inference_nodes": 2},
-        "each server receives a broadcast in one process",
+        {"weight_bridge_mode": "shared_vllm", "num_inference_nodes": 2, "broadcast_backend": "nccl", "device": "cpu"},
+        "--device cpu has none; use --broadcast-backend gloo",
     ),
     ({"weight_bridge_mode": "shared_vllm", "vllm_tensor_parallel_size": 2}, "--vllm-tensor-parallel-size 2"),
     ({"weight_bridge_mode": "shared_vllm", "vllm_quantization": "fp8"}, "quantised"),
@@ -126,6 +122,10 @@ def test_r31_what_cannot_work_is_refused_with_the_reason(settings: dict[str, obj
     with pytest.raises(ValidationError) as caught:
         make(**settings)
     assert words in str(caught.value)
+
+
+def test_the_servers_of_a_broadcast_may_divide_their_layers_between_gpus() -> None:
+    make(weight_bridge_mode="shared_vllm", num_inference_nodes=2, vllm_tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("mode", ["none", "lora_only", "lora_restart"])
@@ -247,9 +247,8 @@ def test_the_servers_context_length_is_warned_about_unless_the_check_of_memory_c
         assert warning.startswith("--max-model-len 131072 has no effect in mode shared_vllm")
 
 
-def test_adapters_are_not_sent_to_a_server_that_splits_its_layers() -> None:
-    with pytest.raises(ValidationError, match="lora_only refuses --vllm-tensor-parallel-size 2"):
-        make(weight_bridge_mode="lora_only", vllm_tensor_parallel_size=2)
+def test_adapters_are_sent_to_a_server_that_splits_its_layers_too() -> None:
+    assert make(weight_bridge_mode="lora_only", vllm_tensor_parallel_size=2).vllm_tensor_parallel_size == 2
 
 
 def test_r19_a_high_rate_for_full_fine_tuning_is_warned_about() -> None:
@@ -278,3 +277,46 @@ def test_a_package_for_four_bits_is_advised_only_where_there_are_four_bits(
     silence_unused_kernels(make(weight_bridge_mode="lora_restart", load_in_4bit=load_in_4bit))
     assert ops.logger.isEnabledFor(logging.WARNING) is load_in_4bit
     library.setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_no_option_takes_a_number_that_is_not_finite(value: str) -> None:
+    numbers = [name for name, field in TrainingConfig.model_fields.items() if "float" in str(field.annotation)]
+    assert len(numbers) > 20
+    for name in numbers:
+        with pytest.raises(ValidationError):
+            TrainingConfig.model_validate({"model_name": "m", name: float(value)})
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"max_response_tokens": 8}, "--max-response-tokens 8"),
+        ({"max_response_tokens": 8, "mask_overlong": True, "overlong_buffer": 4}, "--overlong-buffer 4"),
+        ({"loss_type": "no_baseline", "advantage_norm": "batch"}, "--advantage-norm batch"),
+        ({"loss_type": "no_baseline", "advantage_std": "population"}, "--advantage-std population"),
+        ({"metrics_host": "0.0.0.0"}, "--metrics-host 0.0.0.0"),
+        (
+            {"world_size": 2, "weight_bridge_mode": "lora_only", "reshard_after_forward": False},
+            "--reshard-after-forward False",
+        ),
+    ],
+)
+def test_a_setting_that_refines_what_is_not_chosen_is_warned_about(settings: dict[str, object], flag: str) -> None:
+    config = TrainingConfig.model_validate({"model_name": "m", **settings})
+    assert [one for one in config.warnings() if one.startswith(f"{flag} has no effect")]
+    assert len(config.warnings()) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_response_tokens": 8, "loss_type": "dr_grpo"},
+        {"max_response_tokens": 8, "overlong_penalty": 1.0, "overlong_buffer": 4},
+        {"preset": "no_baseline"},
+        {"metrics_host": "0.0.0.0", "metrics_port": 9100},
+        {"world_size": 2, "reshard_after_forward": False},
+    ],
+)
+def test_a_setting_beside_what_it_refines_is_not(settings: dict[str, object]) -> None:
+    assert TrainingConfig.model_validate({"model_name": "m", **settings}).warnings() == []

@@ -1,17 +1,19 @@
-"""From broker groups to training arrays: alignment of labels and logprobs, what is left out, what stops a run."""
+"""From broker groups to training arrays: alignment of labels and logprobs, omissions, and errors."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from atropos_api.wire import Batch, Group
+from environments.sdk.groups import fill_absent
 from example_trainer.data import DataSettings, TrainingBatch, find_temperature, prepare_batch, report_logprobs
 from example_trainer.errors import BadBatch, MissingLogprobs
+from example_trainer.group_optional_fields import leave_out_absent
 from example_trainer.objective.advantages import AdvantageSettings, OverlongSettings, overlong_penalty
 
 SETTINGS = DataSettings(max_tokens=16, advantages=AdvantageSettings(norm="none"))
@@ -40,6 +42,25 @@ def test_labels_logprobs_and_positions_belong_to_the_same_token() -> None:
     assert [row.targets.tolist() for row in batch.rows] == [[2, 3], [2, 3]]
     assert [row.first_target for row in batch.rows] == [0, 2]
     assert batch.targets.sequences.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("norm", ["none", "group", "batch"])
+def test_absent_members_change_nothing_but_their_count(norm: Literal["none", "group", "batch"]) -> None:
+    """The baseline and the divisor of a group that was closed at three of five are those of the three."""
+    settings = replace(SETTINGS, advantages=AdvantageSettings(norm=norm))
+    three = group((1.0, 0.0, 0.5))
+    closed = group((1.0, 0.0, 0.5), overrides=[None, {}, None])
+    assert fill_absent(closed, 5) == 2
+    batch, absent = leave_out_absent(Batch(number=4, run_id="r", groups=[closed, group()]))
+    seen = prepare_batch(batch, settings, absent=absent)
+    wanted = prepare(three, group(), settings=settings)
+    assert torch.equal(seen.targets.advantages, wanted.targets.advantages)
+    assert (seen.rewards, seen.response_lengths, seen.advantages) == (
+        wanted.rewards,
+        wanted.response_lengths,
+        wanted.advantages,
+    )
+    assert seen.counts == wanted.counts | {"absent": 2}
 
 
 def test_each_token_of_a_sequence_carries_its_advantage() -> None:
@@ -87,7 +108,7 @@ def test_temperatures_come_from_override_then_generation_then_group_then_one(
 
 
 def test_r24_a_group_sampled_from_a_truncated_distribution_marks_its_tokens() -> None:
-    """Such tokens get importance weights, whatever the loss does with others."""
+    """Such tokens get importance weights, also in losses that give others none."""
     marked = group(generation_params={"temperature": 1.0, "top_p": 0.9, "truncated_sampling": True})
     targets = prepare(group(), marked).targets
     assert targets.truncated_sampling is not None
@@ -250,7 +271,7 @@ def test_a_teachers_tokens_lie_at_the_tokens_they_are_about() -> None:
 
 
 def test_p27_a_group_is_judged_whole_where_the_environment_supplies_advantages() -> None:
-    """A sequence with advantage 0 stays in the average of a group whose others have one; a group of zeros leaves."""
+    """A sequence with advantage 0 counts in the average of a group with other advantages; a group of zeros does not."""
     mixed = prepare(group((1.0, 1.0), advantages=[[0.0], [2.0]]))
     assert (len(mixed.rows), mixed.counts["no_signal"]) == (2, 0)
     assert prepare(group((1.0, 0.0), advantages=[[0.0], [0.0]])).counts["no_signal"] == 2

@@ -57,6 +57,6 @@ def test_a_process_that_can_end_does_so_at_once_and_in_silence() -> None:
 
 
 def test_a_caller_that_goes_on_after_the_command_is_left_alone() -> None:
-    """A process of tests was ended in the middle of another one, with code 0, 20 s after `atropos-grpo --version`."""
+    """A process of tests once ended in the middle of another test, with code 0, 20 s after `atropos-grpo --version`."""
     ended = run(CALLED)
     assert (ended.returncode, ended.stdout) == (0, "went on\n")

@@ -21,9 +21,9 @@ from example_trainer.modeling.model_support import choose_layout
 from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
 from example_trainer.objective.objective import make_objective
 from example_trainer.testing import make_tiny_model
-from example_trainer.training import Learner, learner_settings
+from example_trainer.training import Learner
 
-from .flag_bench import USUAL, FlagBench, Seen
+from .flag_harness import USUAL, FlagHarness, TrainedRun
 from .test_training import make_batch, weights_of
 
 TOO_LARGE = 2.0**30
@@ -37,7 +37,7 @@ def make_learner(model: Path, *, scale: LossScale | None = None, dtype: str = "f
     policy = load_policy(PolicyOptions(model_name=str(model), dtype=dtype, device="cpu"))
     optimizer = make_optimizer(policy.masters.values(), optimizer_settings(config))
     objective, layout = make_objective(config, policy), choose_layout(policy)
-    learner = Learner(policy, optimizer, learner_settings(config), objective=objective, layout=layout)
+    learner = Learner(policy, optimizer, config, objective=objective, layout=layout)
     learner.loss_scale = scale or learner.loss_scale
     return learner
 
@@ -74,7 +74,7 @@ def test_the_scale_moves_as_torch_s_own_scaler_moves_it(chance_of_overflow: floa
 
 
 def test_another_checkpoint_can_be_the_reference_of_a_policy_in_float16(tiny_model: Path, tmp_path: Path) -> None:
-    """Its weights are only read, but a policy in float16 is loaded with masters or not at all."""
+    """Its weights are only read, although a policy in float16 must otherwise be loaded with masters."""
     reference = make_tiny_model(tmp_path / "reference", seed=7)
     learner = make_learner(tiny_model, kl_coef=0.1, ref_model=str(reference))
     batch = make_batch(tiny_model)
@@ -200,34 +200,34 @@ _WITHOUT_DTYPE = USUAL[2:]
 
 
 @pytest.fixture(scope="module")
-def bench(half_model: Path, tmp_path_factory: pytest.TempPathFactory) -> FlagBench:
+def harness(half_model: Path, tmp_path_factory: pytest.TempPathFactory) -> FlagHarness:
     assert USUAL[0] == "--dtype"
     directory = tmp_path_factory.mktemp("float16")
-    return FlagBench(half_model, half_model, directory, usual=_WITHOUT_DTYPE, batches=5, served_dtype="float16")
+    return FlagHarness(half_model, half_model, directory, usual=_WITHOUT_DTYPE, batches=5, served_dtype="float16")
 
 
-def train_five_steps(bench: FlagBench, *flags: str) -> Seen:
-    seen = bench.run("--training-steps", "5", *flags)
+def train_five_steps(harness: FlagHarness, *flags: str) -> TrainedRun:
+    seen = harness.run("--training-steps", "5", *flags)
     assert seen.code == 0, seen.log
     assert seen.policy is not None
     assert seen.policy.dtype == torch.float16
     assert {master.dtype for master in seen.policy.masters.values()} == {torch.float32}
     assert [row["train/loss_scale"] for row in seen.rows] == [INITIAL_SCALE] * 5
     assert sum(row["train/skipped_steps"] + row["train/nonfinite"] for row in seen.rows) == 0
-    assert seen.policy.has_adapter or seen.moved_from(bench.start) > 0
+    assert seen.policy.has_adapter or seen.moved_from(harness.start) > 0
     return seen
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_float16_checkpoint_trains_five_steps(
-    bench: FlagBench, way: str, mode: str, monkeypatch: pytest.MonkeyPatch
+    harness: FlagHarness, way: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype, precision = WAYS[way]
     if precision is not None:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     asked = [] if dtype is None else ["--dtype", dtype]
-    seen = train_five_steps(bench, *MODES[mode].split(), *asked)
+    seen = train_five_steps(harness, *MODES[mode].split(), *asked)
     assert "not --dtype" not in seen.log
     if mode == "shared_vllm":
         assert sum(path.endswith("publish/end") for path, _ in seen.recorded.served) == 6
@@ -235,13 +235,13 @@ def test_a_float16_checkpoint_trains_five_steps(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_float16_goes_with_every_optimizer_and_place_of_the_masters(bench: FlagBench, form: str) -> None:
-    train_five_steps(bench, *FORMS[form].split(), "--dtype", "float16")
+def test_float16_goes_with_every_optimizer_and_place_of_the_masters(harness: FlagHarness, form: str) -> None:
+    train_five_steps(harness, *FORMS[form].split(), "--dtype", "float16")
 
 
 def test_a_server_of_another_dtype_is_said_and_its_dtype_trained(half_model: Path, tmp_path: Path) -> None:
-    bench = FlagBench(half_model, half_model, tmp_path, usual=_WITHOUT_DTYPE)
-    seen = bench.run("--weight-bridge-mode", "shared_vllm", "--dtype", "float16")
+    harness = FlagHarness(half_model, half_model, tmp_path, usual=_WITHOUT_DTYPE)
+    seen = harness.run("--weight-bridge-mode", "shared_vllm", "--dtype", "float16")
     assert seen.policy is not None
     assert seen.policy.dtype == torch.float32
     assert "serves float32, so that is trained, not --dtype float16" in seen.log
@@ -249,7 +249,7 @@ def test_a_server_of_another_dtype_is_said_and_its_dtype_trained(half_model: Pat
 
 @pytest.fixture
 def large_scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A first scale of which some overflow, and which soon grows again."""
+    """Set a first scale at which some gradients overflow, and which soon grows again."""
     made = classmethod(lambda _, dtype: LossScale(2.0**21, growth_interval=2) if dtype == torch.float16 else None)
     monkeypatch.setattr(LossScale, "of", made)
     return
@@ -257,8 +257,8 @@ def large_scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("large_scale")
 def test_a_left_out_step_publishes_nothing_and_goes_on(half_model: Path, tmp_path: Path) -> None:
-    bench = FlagBench(half_model, half_model, tmp_path, usual=_WITHOUT_DTYPE, batches=5, served_dtype="float16")
-    seen = bench.run("--training-steps", "5", "--dtype", "float16", "--weight-bridge-mode", "shared_vllm")
+    harness = FlagHarness(half_model, half_model, tmp_path, usual=_WITHOUT_DTYPE, batches=5, served_dtype="float16")
+    seen = harness.run("--training-steps", "5", "--dtype", "float16", "--weight-bridge-mode", "shared_vllm")
     skipped = [row["train/skipped_steps"] == 1.0 for row in seen.rows]
     assert True in skipped
     assert False in skipped
@@ -272,12 +272,12 @@ def test_a_left_out_step_publishes_nothing_and_goes_on(half_model: Path, tmp_pat
 def test_a_resumed_run_has_the_weights_and_the_scale_of_one_that_was_not_stopped(
     half_model: Path, tmp_path: Path
 ) -> None:
-    bench = FlagBench(half_model, half_model, tmp_path, usual=_WITHOUT_DTYPE, batches=5)
+    harness = FlagHarness(half_model, half_model, tmp_path, usual=_WITHOUT_DTYPE, batches=5)
     run = ("--dtype", "float16", "--training-steps", "5", "--epochs-per-batch", "2", "--checkpoint-interval", "1")
-    whole = bench.run(*run)
+    whole = harness.run(*run)
     scales = [row["train/loss_scale"] for row in whole.rows]
     assert len(set(scales)) > 2, "the scale has to fall and to grow"
     for step in range(1, 5):
-        resumed = bench.run(*run, "--resume", str(whole.directory / f"checkpoint-{step}"))
+        resumed = harness.run(*run, "--resume", str(whole.directory / f"checkpoint-{step}"))
         assert [row["train/loss_scale"] for row in resumed.rows if row["step"] > step] == scales[step:]
         assert resumed.same_weights(whole)

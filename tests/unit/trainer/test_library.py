@@ -1,4 +1,4 @@
-"""The library page's programs run, and its collator and rows give the tensors that it states."""
+"""The library page's programs run, and its collator and rows give the stated tensors."""
 
 from __future__ import annotations
 

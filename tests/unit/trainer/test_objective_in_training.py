@@ -38,7 +38,7 @@ def sample(model: Path, *, reward: Callable[[Sequence[int]], float] = parity) ->
 
 @pytest.fixture(scope="module")
 def recorded(tiny_model: Path) -> Batch:
-    """Rollouts that tests only read."""
+    """Rollouts, which tests must not change."""
     return sample(tiny_model)
 
 
@@ -47,7 +47,7 @@ def prepare(model: Path, batch: Batch, **settings: Any) -> TrainingBatch:
 
 
 def stale(batch: TrainingBatch, spread: float = 0.6) -> TrainingBatch:
-    """The batch as if other weights had sampled it: ratios from a third to three."""
+    """Return the batch as if sampled by other weights, with ratios from a third to three."""
     noise = torch.randn(len(batch.targets), generator=torch.Generator().manual_seed(4)) * spread
     return replace(batch, targets=replace(batch.targets, rollout_logprobs=batch.targets.rollout_logprobs + noise))
 
@@ -73,6 +73,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo", "off_policy_mask": 0.05},
     "gspo": {"loss_type": "gspo", "clip_eps": 0.2, "clip_eps_high": 0.3},
     "cispo": {"loss_type": "cispo", "cispo_cap": 1.5},
+    "luspo": {"loss_type": "luspo", "clip_eps": 0.2, "clip_eps_high": 0.3},
+    "gmpo": {"loss_type": "gmpo", "clip_eps": 0.1, "clip_eps_high": 0.2},
+    "sapo": {"loss_type": "sapo"},
+    "vespo": {"loss_type": "vespo"},
+    "gpg": {"loss_type": "gpg"},
+    "dppo": {"loss_type": "dppo"},
     "reinforce": {"loss_type": "reinforce_with_baseline"},
     "truncated": {"importance_sampling": "truncated", "tis_cap": 1.5},
     "masked": {"importance_sampling": "masked", "tis_cap": 1.5, "tis_floor": 0.5},
@@ -92,7 +98,7 @@ def test_p2_neither_micro_batch_split_nor_packing_changes_loss_or_gradient(
     splits: tuple[tuple[int, LayoutKind], ...] = ((10_000, "shared"), (1, "shared"), (30, "packed"), (40, "rows"))
     for budget, layout in splits:
         learner.policy.load_masters(frozen)
-        learner.settings, learner.layout = replace(learner.settings, token_budget=budget), layout
+        learner.config, learner.layout = learner.config.model_copy(update={"token_budget": budget}), layout
         loss = learner.train(batch).metrics["train/loss"]
         found.append((loss, gradients_of(learner)))
     for loss, gradient in found[1:]:
@@ -101,7 +107,7 @@ def test_p2_neither_micro_batch_split_nor_packing_changes_loss_or_gradient(
 
 
 def test_identity_1_a_constant_added_to_all_rewards_changes_no_gradient(tiny_model: Path) -> None:
-    """Group-relative advantages with reward + c are those with reward; without a baseline they are not."""
+    """Group-relative advantages do not change if c is added to each reward; without a baseline they do."""
     plain, shifted = (sample(tiny_model, reward=lambda answer, by=by: parity(answer) + by) for by in (0.0, 1.0))
     for settings, same in (({}, True), ({"advantage_norm": "none"}, True), ({"loss_type": "no_baseline"}, False)):
         left, right = (
@@ -244,7 +250,7 @@ def test_a_resumed_objective_goes_on_where_it_was(tiny_model: Path, recorded: Ba
 
 
 def test_with_several_updates_old_logprobs_are_those_the_batch_began_with(tiny_model: Path, recorded: Batch) -> None:
-    """The clip holds against the weights before the first update, also where the sampler's numbers are far off."""
+    """The clip is relative to the weights before the first update, also if the sampler's logprobs differ much."""
     batch = stale(prepare(tiny_model, recorded))
     learner = make_learner(tiny_model, lr=1e-2, old_logprobs="recomputed", epochs_per_batch=2)
     prepared = learner.objective.prepare(batch.rows, batch.targets, learner.score)
@@ -268,7 +274,7 @@ def test_with_one_update_recomputing_costs_no_forward_and_equals_scoring(tiny_mo
 
 
 def with_teacher(raw: Batch, token: int) -> Batch:
-    """A teacher that is sure of one token at every place, over a second."""
+    """Add a teacher that prefers one token to a second at every position."""
     for group in raw.groups:
         group.scores = [1.0] * len(group.scores)
         group.distill_token_ids = [[[token, token + 1]] * len(row) for row in group.tokens]
@@ -325,3 +331,30 @@ def test_under_an_adapter_the_reference_is_the_base_with_the_adapter_off(tiny_mo
     learner.policy = policy
     assert not torch.allclose(learner.score(batch.rows, batch.targets), base, atol=1e-3)
     torch.testing.assert_close(reference.logprobs(batch.rows, batch.targets, learner.score), base)
+
+
+def test_a_run_that_distils_without_a_teacher_says_so_once(
+    tiny_model: Path, recorded: Batch, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner = make_learner(tiny_model, distill="forward_kl")
+    batch = prepare(tiny_model, recorded, distill="forward_kl")
+    learner.train(batch)
+    learner.train(batch)
+    assert sum("no distill_token_ids" in record.message for record in caplog.records) == 1
+
+
+def test_a_reference_that_differs_in_frozen_layers_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """Only trained layers are exchanged for the reference's, so the rest has to be the same."""
+    options = PolicyOptions(model_name=str(tiny_model), dtype="float32", device="cpu", train_layer_indices="0")
+    policy = load_policy(options)
+    other = make_tiny_model(tmp_path / "other", seed=5)
+    with pytest.raises(ModelNotFound, match="which --train-layer-indices freezes"):
+        Reference(policy, model_name=str(other))
+    assert Reference(policy, model_name=str(tiny_model)).weights is not None
+
+
+def test_a_reference_that_cannot_be_loaded_is_named_by_its_own_option(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    policy = load_policy(PolicyOptions(model_name=str(tiny_model), dtype="float32", device="cpu"))
+    with pytest.raises(ModelNotFound, match=r"^--ref-model "):
+        Reference(policy, model_name=str(tmp_path))

@@ -1,4 +1,4 @@
-"""The reference pages are what the code says now, and hold every flag and metric that the guides name."""
+"""The reference pages agree with the code, and have every flag and metric that the guides name."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def parse(*argv: str) -> TrainingConfig:
 
 
 def flags() -> dict[str, str]:
-    """Every spelling of a flag, and the setting that it sets."""
+    """Return every spelling of a flag, and the setting that it sets."""
     return {flag: option.path for option in list_options(TrainingConfig) for flag in option.flags}
 
 

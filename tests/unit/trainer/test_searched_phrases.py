@@ -1,4 +1,4 @@
-"""The phrases that people search for are in our messages word for word, and on the troubleshooting page."""
+"""The phrases that people search for are in our messages literally, and on the troubleshooting page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PHRASES = [
 
 @pytest.fixture(scope="module")
 def messages() -> str:
-    """Every string of the three packages, pieces that are written next to each other joined."""
+    """Return every string of the three packages; adjacent literals are joined."""
     found: list[str] = []
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):

@@ -25,7 +25,6 @@ from example_trainer.testing import Sampler
 from example_trainer.training import (
     Learner,
     StopRequestedError,
-    learner_settings,
 )
 
 
@@ -40,7 +39,7 @@ def make_learner(model: Path, *, layout: LayoutKind | None = None, **settings: A
     optimizer = make_optimizer(policy.masters.values(), optimizer_settings(config))
     chosen = choose_layout(policy)
     objective = make_objective(config, policy)
-    return Learner(policy, optimizer, learner_settings(config), objective=objective, layout=layout or chosen)
+    return Learner(policy, optimizer, config, objective=objective, layout=layout or chosen)
 
 
 def make_batch(
@@ -262,7 +261,7 @@ def test_a_policy_served_in_bf16_trains_packed_and_agrees_with_its_sampler(tiny_
     assert choose_layout(policy) == "shared"
     optimizer = make_optimizer(policy.masters.values(), optimizer_settings(config))
     objective = make_objective(config, policy)
-    learner = Learner(policy, optimizer, learner_settings(config), objective=objective, layout="shared")
+    learner = Learner(policy, optimizer, config, objective=objective, layout="shared")
     batch = make_batch(tiny_model)
     before = weights_of(learner)
     result = learner.train(batch)
@@ -271,3 +270,22 @@ def test_a_policy_served_in_bf16_trains_packed_and_agrees_with_its_sampler(tiny_
     assert gap.max() < 0.1
     assert gap.mean() < 0.02
     assert any(not torch.equal(weight, before[name]) for name, weight in weights_of(learner).items())
+
+
+@pytest.mark.parametrize("settings", [{}, {"entropy_coef": 0.1}], ids=["masked", "with another term"])
+def test_a_batch_whose_tokens_are_all_too_old_moves_no_weight_unless_another_term_does(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any]
+) -> None:
+    """A step on a gradient of 0 still moves the weights, by momentum and weight decay."""
+    learner = make_learner(tiny_model, staleness_mask=1, weight_decay=0.1, **settings)
+    batch = make_batch(tiny_model)
+    fresh, old = (
+        replace(batch, targets=replace(batch.targets, ages=torch.full_like(batch.targets.versions, age)))
+        for age in (1, 2)
+    )
+    assert learner.train(fresh).updates == 1
+    before = weights_of(learner)
+    result = learner.train(old)
+    moved = any(not torch.equal(before[name], now) for name, now in weights_of(learner).items())
+    assert (result.updates, moved) == ((1, True) if settings else (0, False))
+    assert ("older than --staleness-mask 1" in caplog.text) == (not settings)

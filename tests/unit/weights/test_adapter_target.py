@@ -1,4 +1,4 @@
-"""Servers that are not ours: where an adapter goes, and under which name clients find it."""
+"""Servers that are not ours: the route for adapters, and the name under which clients find them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 class Routes:
-    """A server of these routes alone, and what it was asked there."""
+    """A server with only these routes, and its requests."""
 
     def __init__(self, *routes):
         self.routes, self.asked = routes, []
         self.loaded, self.lost = [], []
-        """The next exchanges of which the request or the answer is lost, in order."""
+        """For each of the next exchanges, whether its request or its answer is lost."""
 
     def call(self, _method, path, body=None):
         if path == "/v1/models":

@@ -1,4 +1,4 @@
-"""Flags of the trainer that its weight bridge acts on, seen at a server."""
+"""Flags of the trainer that its weight bridge uses, observed at a server."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def shown_token(bridge: SharedVllmBridge) -> str:
     return str(attached.client._http.headers["Authorization"])
 
 
-def test_the_bridge_token_that_is_given_is_shown_instead_of_the_manifests(tiny_model, tmp_path):
-    model = tiny_model("qwen2")
+def test_the_bridge_token_that_is_given_is_shown_instead_of_the_manifests(tiny_family, tmp_path):
+    model = tiny_family("qwen2")
     with served_fake(model, tmp_path / "manifest") as fake:
         for given, shown in ((None, fake.server.manifest.bridge_token), ("of-the-operator", "of-the-operator")):
             bridge = bridge_to(fake, model, tmp_path, bridge_token=given)
@@ -48,8 +48,8 @@ def test_the_bridge_token_that_is_given_is_shown_instead_of_the_manifests(tiny_m
             bridge.close()
 
 
-def test_the_manifest_that_is_named_is_read_and_no_other(tiny_model, tmp_path, monkeypatch):
-    model = tiny_model("qwen2")
+def test_the_manifest_that_is_named_is_read_and_no_other(tiny_family, tmp_path, monkeypatch):
+    model = tiny_family("qwen2")
     with served_fake(model, tmp_path / "one") as one, served_fake(model, tmp_path / "two") as two:
         monkeypatch.setenv("LOGDIR", str(tmp_path / "two"))
         bridge = bridge_to(two, model, tmp_path, vllm_config_path=str(one.server.manifest_path))
@@ -62,8 +62,8 @@ def test_the_manifest_that_is_named_is_read_and_no_other(tiny_model, tmp_path, m
             missing.prepare()
 
 
-def test_a_smaller_sync_budget_publishes_less_often(tiny_model, tmp_path):
-    model = tiny_model("qwen2")
+def test_a_smaller_sync_budget_publishes_less_often(tiny_family, tmp_path):
+    model = tiny_family("qwen2")
     with served_fake(model, tmp_path / "manifest") as fake:
         allowed = {}
         for budget in (0.5, 0.05):

@@ -1,4 +1,4 @@
-"""float16 on its way to a server: both sides compute in it, the proof has limits for it, and other dtypes are found."""
+"""float16 from trainer to server: both compute in it, the proof has limits for it, and other dtypes are found."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import torch
 
 from example_trainer.errors import CannotShare, WrongDtype
 from example_trainer.model import load_policy
-from example_trainer.modeling.loading import SERVED_DTYPES, PolicyOptions, served_dtype_of, stored_config
-from example_trainer.modeling.lora import AdapterOptions
-from example_trainer.vllm_manager import VllmOptions
-from example_trainer.weights import lora_only, restart
+from example_trainer.modeling.loading import (
+    SERVED_DTYPES,
+    PolicyOptions,
+    policy_options,
+    served_dtype_of,
+    stored_config,
+)
+from example_trainer.weights import broadcast, restart
 from example_trainer.weights.attachment import _refuse_unfit
-from example_trainer.weights.broadcast import BroadcastBridge, BroadcastOptions
+from example_trainer.weights.broadcast import BroadcastBridge
 from example_trainer.weights.logprob_parity import _WIDER, TOLERANCES, compare
-from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge
-from example_trainer.weights.restart import RestartBridge, RestartOptions
+from example_trainer.weights.lora_only import LoraOnlyBridge
+from example_trainer.weights.restart import RestartBridge
+from example_trainer.weights.testing import config_of
 
 from .test_logprob_parity import agrees, policy_of, sampled_by
 from .test_shared_vllm import served_equals_masters, train_one_step
@@ -32,17 +37,17 @@ def test_every_dtype_that_is_served_has_limits_that_widen_with_its_rounding():
     assert all(torch.finfo(wider).eps < torch.finfo(dtype).eps for dtype, wider in _WIDER.items())
 
 
-def test_float16_is_allowed_what_float16_rounds_and_not_more(tiny_model):
-    policy = policy_of(tiny_model("llama"), "float16")
-    assert agrees(policy, sampled_by(policy_of(tiny_model("llama"), "float32"))), "as a server that rounds elsewhere"
+def test_float16_is_allowed_what_float16_rounds_and_not_more(tiny_family):
+    policy = policy_of(tiny_family("llama"), "float16")
+    assert agrees(policy, sampled_by(policy_of(tiny_family("llama"), "float32"))), "as a server that rounds elsewhere"
     assert compare(policy, sampled_by(policy)).limit.mean < TOLERANCES[torch.bfloat16].mean
-    assert not agrees(policy, sampled_by(policy_of(tiny_model("llama"), "bfloat16"))), "nor as one that serves bf16"
+    assert not agrees(policy, sampled_by(policy_of(tiny_family("llama"), "bfloat16"))), "nor as one that serves bf16"
 
 
-@pytest.mark.parametrize("from_masters", [False, True], ids=["views", "masters"])
+@pytest.mark.parametrize("forward", ["views", "masters"])
 @pytest.mark.parametrize("family", ["qwen2-tied", "llama", "gpt2"])
-def test_float16_is_served_from_fp32_masters(shared, family, from_masters):
-    _, bridge = shared(family, dtype="float16", forwards_from_masters=from_masters, policy={"dtype": "auto"})
+def test_float16_is_served_from_fp32_masters(shared, family, forward):
+    _, bridge = shared(family, dtype="float16", forward_weights=forward, policy={"dtype": "auto"})
     policy = bridge.prepare()
     bridge.publish(1)
     train_one_step(policy)
@@ -69,49 +74,53 @@ def test_a_server_of_a_dtype_that_is_not_trained_is_refused(dtype, fits):
 
 
 @pytest.fixture
-def half_model(tiny_model, tmp_path):
+def half_model(tiny_family, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    AutoModelForCausalLM.from_pretrained(tiny_model("qwen2"), dtype=torch.float16).save_pretrained(tmp_path / "half")
+    AutoModelForCausalLM.from_pretrained(tiny_family("qwen2"), dtype=torch.float16).save_pretrained(tmp_path / "half")
     return tmp_path / "half"
 
 
 def test_the_adapter_s_own_server_is_started_in_the_dtype_of_the_trainer_s_base(half_model, tmp_path, monkeypatch):
-    """Else vLLM's own auto would serve an fp32 checkpoint in bf16, which differs from ours."""
+    """Otherwise vLLM's `auto` would serve an fp32 checkpoint in bf16, unlike ours."""
     started = []
-    vllm = VllmOptions(port=9, log_path=tmp_path / "log", served_model_name="m", tokenizer="m")
     for dtype in ("auto", "float32"):
-        policy = PolicyOptions(model_name=str(half_model), dtype=dtype, device="cpu", adapter=AdapterOptions(r=2))
-        bridge = LoraHotswapBridge(HotswapOptions(policy=policy, server_url=URL, adapters_dir=tmp_path, vllm=vllm))
-        monkeypatch.setattr(bridge, "_start_own", lambda options: started.append(options.dtype))
+        config = half_config(half_model, tmp_path, weight_bridge_mode="lora_only", dtype=dtype)
+        options = policy_options(config)
+        bridge = LoraOnlyBridge(config)
+        monkeypatch.setattr(bridge, "_start_own", lambda vllm: started.append(vllm.settings["dtype"]))
         monkeypatch.setattr(bridge, "connect", lambda *_: None)
-        assert bridge.prepare().dtype == served_dtype_of(policy, stored_config(policy))
+        assert bridge.prepare().dtype == served_dtype_of(options, stored_config(options))
     assert started == ["float16", "float32"]
 
 
-def swapping(policy, directory, dtype, monkeypatch):
-    """A `lora_only` bridge to a server that computes in `dtype`."""
-    server = SimpleNamespace(identify=lambda: SimpleNamespace(dtype=dtype), close=lambda: None)
-    monkeypatch.setattr(lora_only, "_try_connect", lambda *_: server)
-    return LoraHotswapBridge(HotswapOptions(policy=policy, server_url=URL, adapters_dir=directory))
+def half_config(model, directory, **changes):
+    return config_of(URL, model, **{"dtype": "auto", "device": "cpu", "run_dir": directory} | changes)
 
 
-def broadcasting(policy, directory, dtype, monkeypatch):
-    """A broadcast bridge to a server that computes in `dtype`."""
-    client = SimpleNamespace(url=URL, close=lambda: None)
-    bridge = BroadcastBridge(BroadcastOptions(policy=policy, server_urls=[URL]))
-    monkeypatch.setattr(bridge, "_connect", lambda _: (client, SimpleNamespace(dtype=dtype)))
+def sending_adapters(model, directory, dtype, monkeypatch, head_dtype="float32"):
+    """Return a `lora_only` bridge to a server that computes in `dtype`."""
+    server = SimpleNamespace(identify=lambda: SimpleNamespace(dtype=dtype, head_dtype=head_dtype), close=lambda: None)
+    bridge = LoraOnlyBridge(half_config(model, directory, weight_bridge_mode="lora_only", start_vllm="never"))
+    monkeypatch.setattr(bridge, "_connect_found", lambda: server)
     return bridge
 
 
-@pytest.mark.parametrize("bridge_to", [swapping, broadcasting])
+def broadcasting(model, directory, dtype, monkeypatch, head_dtype="float32"):
+    """Return a broadcast bridge to a server that computes in `dtype`."""
+    client = SimpleNamespace(url=URL, close=lambda: None)
+    bridge = BroadcastBridge(half_config(model, directory, num_inference_nodes=1))
+    info = SimpleNamespace(dtype=dtype, head_dtype=head_dtype)
+    monkeypatch.setattr(broadcast, "connect_server", lambda *_: (client, info))
+    return bridge
+
+
+@pytest.mark.parametrize("bridge_to", [sending_adapters, broadcasting])
 @pytest.mark.parametrize(("served", "fits"), [("float16", True), (None, True), ("bfloat16", False)])
 def test_a_server_of_another_dtype_is_refused_with_the_flag_to_change(
     half_model, tmp_path, monkeypatch, bridge_to, served, fits
 ):
-    adapter = AdapterOptions(r=2) if bridge_to is swapping else None
-    policy = PolicyOptions(model_name=str(half_model), dtype="auto", device="cpu", adapter=adapter)
-    bridge = bridge_to(policy, tmp_path, served, monkeypatch)
+    bridge = bridge_to(half_model, tmp_path, served, monkeypatch)
     if fits:
         assert bridge.prepare().dtype == torch.float16
     else:
@@ -120,14 +129,29 @@ def test_a_server_of_another_dtype_is_refused_with_the_flag_to_change(
     bridge.close()
 
 
+@pytest.mark.parametrize("bridge_to", [sending_adapters, broadcasting])
+@pytest.mark.parametrize(
+    ("head_dtype", "said"), [("float32", None), (None, "does not say"), ("float16", "rounds the logits")]
+)
+def test_a_server_whose_head_is_not_known_to_be_fp32_is_warned_about_once(
+    half_model, tmp_path, monkeypatch, caplog, bridge_to, head_dtype, said
+):
+    bridge = bridge_to(half_model, tmp_path, "float16", monkeypatch, head_dtype=head_dtype)
+    bridge.prepare()
+    warned = [record.getMessage() for record in caplog.records if "output head" in record.getMessage()]
+    assert len(warned) == (said is not None)
+    if said is not None:
+        assert said in warned[0]
+        assert "--head-dtype float32" in warned[0]
+    bridge.close()
+
+
 def test_a_started_server_that_serves_another_dtype_than_it_was_told_is_refused(half_model, tmp_path, monkeypatch):
-    policy = PolicyOptions(model_name=str(half_model), dtype="auto", device="cpu")
-    vllm = VllmOptions(port=9, log_path=tmp_path / "log", served_model_name="m", tokenizer="m")
-    bridge = RestartBridge(RestartOptions(policy=policy, vllm=vllm, weights_dir=tmp_path / "served"))
+    bridge = RestartBridge(half_config(half_model, tmp_path, weight_bridge_mode="none"))
     manager = SimpleNamespace(url=URL, close=lambda: None)
     asked = []
-    monkeypatch.setattr(restart, "VllmManager", lambda options: asked.append(options.dtype) or manager)
-    monkeypatch.setattr(bridge, "_serve", lambda *_: (SimpleNamespace(dtype="bfloat16"), 0.0))
+    monkeypatch.setattr(restart, "VllmManager", lambda vllm: asked.append(vllm.settings["dtype"]) or manager)
+    monkeypatch.setattr(bridge, "_serve", lambda *_: (SimpleNamespace(dtype="bfloat16", head_dtype=None), 0.0))
     bridge.prepare()
     with pytest.raises(WrongDtype, match="computes in bfloat16"):
         bridge.publish(1)

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from example_trainer.errors import ProofFailed, ServerRefused
-from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.weight_protocol.transfer import AdapterPayload
-from example_trainer.weights.adapter_target import AtroposServer, SwapServer
-from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge
+from example_trainer.weights.adapter_target import AtroposServer, ServerIdentity
+from example_trainer.weights.lora_only import LoraOnlyBridge
+from example_trainer.weights.testing import config_of
 
 PAYLOAD = AdapterPayload.write({"a.lora_A.weight": torch.ones(2, 3)}, {"r": 2})
 RIGHT, WRONG = PAYLOAD.digest(), AdapterPayload.write({"a.lora_A.weight": torch.zeros(2, 3)}, {"r": 2}).digest()
 
 
 class Client:
-    """One start of a scripted server; it records the adapters it was asked to serve and to remove."""
+    """One start of a scripted server, which records the adapters that it was to serve or to remove."""
 
     def __init__(self, *, digest=RIGHT, misplaced=(), refuses=False):
         self.told = {"digest": digest, "misplaced": list(misplaced), "boot_id": "boot"}
@@ -70,9 +70,8 @@ def test_a_bad_version_goes_only_once_a_good_one_is_served_again():
     [(("boot", 3), False), (("boots", 3), True), (("boo", 3), True), (("boot", None), True)],
 )
 def test_a_server_that_has_started_anew_or_serves_nothing_is_published_to(tmp_path, now, needed):
-    policy = PolicyOptions(model_name="m")
-    bridge = LoraHotswapBridge(HotswapOptions(policy=policy, server_url="http://127.0.0.1:9", adapters_dir=tmp_path))
+    bridge = LoraOnlyBridge(config_of("http://127.0.0.1:9", "m", weight_bridge_mode="lora_only", run_dir=tmp_path))
     server = AtroposServer(Client())
-    server.identify = lambda: SwapServer(*now, 64)
+    server.identify = lambda: ServerIdentity(*now, 64)
     bridge._server, bridge._boot_id, bridge._has_published = server, "boot", True
     assert bridge.needs_publish() is needed

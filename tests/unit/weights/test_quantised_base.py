@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
@@ -21,9 +22,10 @@ from example_trainer.modeling.lora import AdapterOptions
 from example_trainer.vllm_manager import VllmOptions
 from example_trainer.weight_protocol.base_record import RECORD_NAME, read_base_record
 from example_trainer.weight_protocol.client import ServerClient
-from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge, ServersHotswapBridge
-from example_trainer.weights.restart import RestartBridge, RestartOptions
+from example_trainer.weights.lora_only import LoraOnlyBridge, SeveralServersBridge
+from example_trainer.weights.restart import RestartBridge
 from example_trainer.weights.served_model import base_digest, prepare_base
+from example_trainer.weights.testing import config_of
 
 pytest.importorskip("bitsandbytes")
 
@@ -31,12 +33,12 @@ PROGRAM = (sys.executable, "-m", "example_trainer.serving.testing")
 
 
 @pytest.fixture
-def options(tiny_model):
+def options(tiny_family):
     """A function that makes the options of a policy on a base in 4 bits."""
 
     def make(*, dtype="float32", family="llama", quantise="nf4", **adapter):
         adapters = AdapterOptions(**{"r": 4, "alpha": 8, **adapter}, quantise=quantise)
-        return PolicyOptions(model_name=str(tiny_model(family)), dtype=dtype, device="cpu", adapter=adapters)
+        return PolicyOptions(model_name=str(tiny_family(family)), dtype=dtype, device="cpu", adapter=adapters)
 
     return make
 
@@ -78,11 +80,19 @@ def closing():
         bridge.close()
 
 
-def own_server(tmp_path, model):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    names = {"served_model_name": str(model), "tokenizer": str(model)}
-    return VllmOptions(port=port, log_path=tmp_path / "vllm.log", program=PROGRAM, **names)
+@pytest.fixture
+def trainer(tiny_family, tmp_path):
+    """A function from a mode to a trainer with a base in four bits, and its options for a stand-in server."""
+
+    def make(mode, **changes):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        usual = {"weight_bridge_mode": mode, "run_dir": tmp_path, "dtype": "float32", "device": "cpu"}
+        usual |= {"load_in_4bit": True, "lora_r": 4}
+        config = config_of(url, tiny_family("llama"), **usual, wait_timeout=60, **changes)
+        return config, replace(VllmOptions.of(config), program=PROGRAM)
+
+    return make
 
 
 def test_the_values_that_forwards_compute_with_are_written_and_found_again(options, tmp_path):
@@ -134,40 +144,22 @@ def test_matrices_in_four_bits_take_little_more_than_a_quarter_of_those_in_sixte
     assert 0.25 < stored_bytes("nf4") / stored_bytes(None) < 0.33
 
 
-def test_lora_only_starts_its_server_on_the_values_of_the_base(options, tmp_path, closing):
-    policy_options = options()
-    vllm = own_server(tmp_path, policy_options.model_name)
-    bridge = LoraHotswapBridge(
-        HotswapOptions(
-            policy=policy_options,
-            server_url=f"http://127.0.0.1:{vllm.port}",
-            adapters_dir=tmp_path / "served",
-            base_dir=tmp_path / "served" / "base",
-            vllm=vllm,
-            wait_timeout_seconds=60,
-        )
-    )
+def test_lora_only_starts_its_server_on_the_values_of_the_base(trainer, tmp_path, closing):
+    config, vllm = trainer("lora_only")
+    bridge = LoraOnlyBridge(config, vllm=vllm)
     closing.append(bridge)
     digest = base_digest(bridge.prepare())
-    first = ServerClient(bridge._options.server_url).info()
+    first = ServerClient(config.vllm_url).info()
     bridge._manager._server.stop(grace_seconds=5)
     bridge._restart_exited()
-    second = ServerClient(bridge._options.server_url).info()
+    second = ServerClient(config.vllm_url).info()
     assert first.boot_id != second.boot_id
     for info in (first, second):
         assert (info.model, info.base_digest) == (str(tmp_path / "served/base"), digest)
 
 
-def test_lora_restart_starts_each_server_on_the_values_of_the_base(options, tmp_path, closing):
-    policy_options = options()
-    bridge = RestartBridge(
-        RestartOptions(
-            policy=policy_options,
-            vllm=own_server(tmp_path, policy_options.model_name),
-            weights_dir=tmp_path / "served",
-            base_dir=tmp_path / "served" / "base",
-        )
-    )
+def test_lora_restart_starts_each_server_on_the_values_of_the_base(trainer, tmp_path, closing):
+    bridge = RestartBridge(*trainer("lora_restart"))
     closing.append(bridge)
     bridge._prove = lambda *_: None
     digest = base_digest(bridge.prepare())
@@ -178,28 +170,17 @@ def test_lora_restart_starts_each_server_on_the_values_of_the_base(options, tmp_
 
 
 def test_a_server_of_somebody_else_is_used_if_it_has_the_base_and_refused_in_one_line_if_not(
-    options, tmp_path, closing, start_server
+    options, trainer, tmp_path, closing, start_server
 ):
     policy = load_policy(options())
-    base = prepare_base(policy, tmp_path / "base")
+    base = prepare_base(policy, tmp_path / "served" / "base")
     right, wrong = start_server(base.model), start_server(policy.tokenizer_name)
 
     def bridge_to(*urls):
-        bridges = [
-            LoraHotswapBridge(
-                HotswapOptions(
-                    policy=options(),
-                    server_url=url,
-                    adapters_dir=tmp_path,
-                    base_dir=tmp_path / "base",
-                    vllm=own_server(tmp_path, policy.tokenizer_name),
-                    wait_timeout_seconds=30,
-                )
-            )
-            for url in urls
-        ]
-        closing.extend(bridges)
-        return bridges[0] if len(bridges) == 1 else ServersHotswapBridge(bridges)
+        config, vllm = trainer("lora_only", inference_urls=urls, num_inference_nodes=len(urls))
+        several = len(urls) > 1
+        closing.append(SeveralServersBridge(config) if several else LoraOnlyBridge(config, urls[0], vllm=vllm))
+        return closing[-1]
 
     bridge_to(right).prepare()
     bridge_to(right, right).prepare()
@@ -208,6 +189,6 @@ def test_a_server_of_somebody_else_is_used_if_it_has_the_base_and_refused_in_one
             bridge_to(*urls).prepare()
         text = str(refused.value)
         assert wrong in text
-        assert f"--model {tmp_path / 'base'} --tokenizer {policy.tokenizer_name} " in text
+        assert f"--model {tmp_path / 'served/base'} --tokenizer {policy.tokenizer_name} " in text
         assert "\n" not in text
-    assert not (tmp_path / "vllm.log").exists(), "no second server was started"
+    assert not (tmp_path / "logs").exists(), "no second server was started"

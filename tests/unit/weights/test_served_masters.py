@@ -9,13 +9,13 @@ import torch
 
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import CheckpointError, ProofFailed, PublishFailed
-from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.optimizers import OptimizerSettings, make_optimizer
-from example_trainer.state import Progress
+from example_trainer.state import Phases, Progress
 from example_trainer.step.post_step import PostStep
 from example_trainer.weight_protocol.client import ServerClient
 from example_trainer.weights import logprob_parity
-from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
+from example_trainer.weights.shared_vllm import SharedVllmBridge
+from example_trainer.weights.testing import config_of
 
 TOKENS = torch.arange(3, 43).view(2, 20)
 NONE = {"master_weights": "none"}
@@ -23,7 +23,7 @@ NONE = {"master_weights": "none"}
 
 @pytest.fixture(autouse=True)
 def _short_probe(monkeypatch):
-    """The proof's own tests have it whole; a CPU takes its time over bf16."""
+    """Shorten the probe, as a CPU is slow with bf16; the proof's own tests have it whole."""
     monkeypatch.setattr(logprob_parity, "_PROMPT_LENGTHS", (4, 33))
     monkeypatch.setattr(logprob_parity, "_OUTPUTS_PER_PROMPT", 2)
 
@@ -68,7 +68,7 @@ def copy_of(policy):
 
 @pytest.mark.parametrize(("family", "name"), [("qwen2-tied", "adamw"), ("phi3", "adamw_8bit"), ("gpt2", "adafactor")])
 def test_every_optimizer_learns_in_the_served_tensors_themselves(in_place, family, name):
-    """R22: there is no second copy, each step lies within a publish, and both sides still agree."""
+    """R22: there is no second copy, each step is part of a publish, and both sides still agree."""
     fake, bridge, policy = in_place(family, dtype="bfloat16")
     assert policy.is_served
     assert {master.dtype for master in policy.masters.values()} == {torch.bfloat16}
@@ -134,8 +134,8 @@ def test_r26_a_trainer_that_ends_after_a_step_and_before_its_publish_leaves_torn
     fake.server.wait_until_lapsed()
     assert fake.server.answer("/generate", {"prompt": {"prompt_token_ids": [1]}, "max_tokens": 1})[0] == 503
 
-    options = PolicyOptions(model_name=fake.server.manifest.model, **NONE)
-    second = SharedVllmBridge(SharedOptions(policy=options, server_url=fake.url, drain_seconds=0.0))
+    config = config_of(fake.url, fake.server.manifest.model, drain_seconds=0.0, **NONE)
+    second = SharedVllmBridge(config)
     resumed = second.prepare()
     assert second.needs_publish()
     resumed.load_masters(saved)
@@ -196,13 +196,13 @@ def test_a_lease_that_lapses_in_the_middle_of_a_step_leaves_torn_weights_until_t
     assert all(torch.equal(policy.served[name], weight) for name, weight in stepped.items())
 
 
-def test_weights_of_another_model_at_the_server_are_replaced_before_anything_is_trained(in_place, tiny_model):
+def test_weights_of_another_model_at_the_server_are_replaced_before_anything_is_trained(in_place, tiny_family):
     fake, bridge, policy = in_place()
     base = copy_of(policy)
     step(policy, optimizer_of(policy, lr=0.1))
     bridge.publish(2)
-    options = PolicyOptions(model_name=str(tiny_model("qwen2")), **NONE)
-    second = SharedVllmBridge(SharedOptions(policy=options, server_url=fake.url, drain_seconds=0.0))
+    config = config_of(fake.url, tiny_family("qwen2"), drain_seconds=0.0, **NONE)
+    second = SharedVllmBridge(config)
     fresh = second.prepare()
     assert fresh.is_served
     assert fake.server.header.state().torn
@@ -213,8 +213,8 @@ def test_weights_of_another_model_at_the_server_are_replaced_before_anything_is_
 
 @pytest.mark.parametrize("masters", ["fp32", "none"])
 def test_a_write_outside_of_a_publish_is_found_at_the_next_one(shared, masters):
-    """The sync proof without masters: nothing has touched the tensors since they were stamped."""
-    _, bridge = shared(policy={"master_weights": masters}, sync_check_every=1)
+    """The sync proof without masters checks that the tensors have not changed since they were stamped."""
+    _, bridge = shared(policy={"master_weights": masters}, sync_check="every")
     policy = bridge.prepare()
     bridge.publish(1)
     bridge.publish(2)
@@ -226,7 +226,7 @@ def test_a_write_outside_of_a_publish_is_found_at_the_next_one(shared, masters):
 
 @pytest.mark.parametrize(("masters", "asked"), [("none", 3), ("fp32", 0)])
 def test_a_step_that_changes_what_is_served_waits_for_an_evaluation_that_holds_the_policy(masters, asked):
-    """Afterwards nothing could be sampled for it: the fence stays up from the step to its publish."""
+    """After the step no more could be sampled for it: the fence stays up until its publish."""
     held = iter([5.0, 3.0, 0.0])
     answers = []
 
@@ -242,6 +242,7 @@ def test_a_step_that_changes_what_is_served_waits_for_an_evaluation_that_holds_t
         alignment=None,
         session=SimpleNamespace(held_seconds=held_seconds),
         bridge=None,
+        phases=Phases(),
         should_stop=lambda: False,
     )
     post_step.wait()

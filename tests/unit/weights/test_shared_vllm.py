@@ -1,21 +1,17 @@
-"""The shared bridge against a server that keeps vLLM's layout and protocol, in real shared memory."""
+"""The shared bridge with a server of vLLM's layout and protocol, in real shared memory."""
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from example_trainer.errors import CannotShare, ProofFailed, PublishFailed, ServerUnavailable, WaitTimedOut
-from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.errors import CannotShare, ProofFailed, PublishFailed, ServerUnavailable
 from example_trainer.serving.problems import Problem
 from example_trainer.weight_protocol.client import ServerClient
-from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
-from example_trainer.weights.testing import FakeServer, served_fake
+from example_trainer.weights.testing import FakeServer
 
 TOKENS = torch.arange(3, 43).view(2, 20)
 BEGIN = {"drain_seconds": 0.0, "in_flight": "drain"}
@@ -38,9 +34,9 @@ def served_equals_masters(policy):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen2-tied", "llama", "gpt2", "phi3"])
-@pytest.mark.parametrize("from_masters", [False, True], ids=["views", "masters"])
-def test_attach_prove_train_publish(shared, family, from_masters):
-    fake, bridge = shared(family, forwards_from_masters=from_masters)
+@pytest.mark.parametrize("forward", ["views", "masters"])
+def test_attach_prove_train_publish(shared, family, forward):
+    fake, bridge = shared(family, forward_weights=forward)
     policy = bridge.prepare()
     assert bridge.needs_publish()
     first = bridge.publish(1)
@@ -55,9 +51,9 @@ def test_attach_prove_train_publish(shared, family, from_masters):
     assert fake.server.header.state().version == 2
 
 
-@pytest.mark.parametrize("from_masters", [False, True], ids=["views", "masters"])
-def test_bf16_is_served_from_fp32_masters(shared, from_masters):
-    _, bridge = shared("llama", dtype="bfloat16", forwards_from_masters=from_masters, policy={"dtype": "float32"})
+@pytest.mark.parametrize("forward", ["views", "masters"])
+def test_bf16_is_served_from_fp32_masters(shared, forward):
+    _, bridge = shared("llama", dtype="bfloat16", forward_weights=forward, policy={"dtype": "float32"})
     policy = bridge.prepare()
     bridge.publish(1)
     train_one_step(policy)
@@ -71,7 +67,7 @@ def test_bf16_is_served_from_fp32_masters(shared, from_masters):
 @pytest.mark.parametrize("steps_per_publish", [1, 4])
 def test_r36_several_steps_a_batch_are_one_publish_with_the_same_losses_in_both_forms(shared, steps_per_publish, dtype):
     """Forward from the masters gives the losses that the forward from freshly published views gives."""
-    _, in_views = shared("llama", dtype=dtype, forwards_from_masters=False)
+    _, in_views = shared("llama", dtype=dtype, forward_weights="views")
     views_policy = in_views.prepare()
     in_views.publish(1)
     views_losses = []
@@ -79,7 +75,7 @@ def test_r36_several_steps_a_batch_are_one_publish_with_the_same_losses_in_both_
         views_losses.append(train_one_step(views_policy))
         in_views.publish(version)
 
-    fake, in_masters = shared("llama", dtype=dtype, forwards_from_masters=True)
+    fake, in_masters = shared("llama", dtype=dtype, forward_weights="masters")
     masters_policy = in_masters.prepare()
     in_masters.publish(1)
     masters_losses = []
@@ -91,7 +87,7 @@ def test_r36_several_steps_a_batch_are_one_publish_with_the_same_losses_in_both_
 
 
 def test_frozen_layers_exist_once_and_are_never_written(shared):
-    _, bridge = shared("llama", forwards_from_masters=True, policy={"train_layer_indices": "1"})
+    _, bridge = shared("llama", forward_weights="masters", policy={"train_layer_indices": "1"})
     policy = bridge.prepare()
     frozen = dict(policy.module.named_parameters())["model.layers.0.mlp.up_proj.weight"]
     assert frozen.data_ptr() == policy.served["model.layers.0.mlp.up_proj.weight"].data_ptr()
@@ -105,7 +101,7 @@ def test_frozen_layers_exist_once_and_are_never_written(shared):
 
 
 def test_r27_a_restarted_server_gets_the_current_masters_before_anything_else(shared):
-    fake, bridge = shared("qwen2", forwards_from_masters=False)
+    fake, bridge = shared("qwen2", forward_weights="views")
     policy = bridge.prepare()
     bridge.publish(1)
     train_one_step(policy)
@@ -169,20 +165,20 @@ def test_r41_a_renewal_that_is_lost_does_not_let_a_long_write_lapse(shared):
 
 
 def test_r41_where_the_end_is_lost_for_longer_than_the_lease_the_same_publish_counts(shared, monkeypatch):
-    """The server has gone on by itself, under the version that the header names."""
+    """The server has resumed by itself, under the version in the header."""
     fake, bridge = shared("qwen2", lease_seconds=0.2)
     policy = bridge.prepare()
     bridge.publish(1)
     train_one_step(policy)
     end, asked = ServerClient.end_publish, []
 
-    def cut_off(self, publish_id, version):
+    def cut_off(self, publish_id, version, **more):
         asked.append(publish_id)
         if len(asked) == 1:
             bridge._attached.client.renew_publish = lambda _: None
             fake.server.wait_until_lapsed()
             raise ServerUnavailable("the network is down")
-        return end(self, publish_id, version)
+        return end(self, publish_id, version, **more)
 
     monkeypatch.setattr(ServerClient, "end_publish", cut_off)
     assert bridge.publish(2).version == fake.server.policy_version == 2
@@ -299,10 +295,10 @@ def test_an_unauthorised_publish_is_told_at_once(shared, monkeypatch):
         bridge.publish(1)
 
 
-@pytest.mark.parametrize("from_masters", [False, True], ids=["views", "masters"])
+@pytest.mark.parametrize("forward", ["views", "masters"])
 @pytest.mark.parametrize("fault", ["wrong slice", "tensor left out"])
-def test_the_proof_stops_a_run_whose_publish_misses_weights(shared, from_masters, fault):
-    _, bridge = shared("qwen2", forwards_from_masters=from_masters)
+def test_the_proof_stops_a_run_whose_publish_misses_weights(shared, forward, fault):
+    _, bridge = shared("qwen2", forward_weights=forward)
     policy = bridge.prepare()
     name = "model.layers.0.self_attn.k_proj.weight"
     if fault == "wrong slice":
@@ -312,7 +308,7 @@ def test_the_proof_stops_a_run_whose_publish_misses_weights(shared, from_masters
     with torch.no_grad():
         for master in policy.masters.values():
             master.mul_(1.2)
-    with pytest.raises(ProofFailed, match="max|q_proj" if from_masters else "k_proj"):
+    with pytest.raises(ProofFailed, match="max|q_proj" if forward == "masters" else "k_proj"):
         bridge.publish(1)
 
 
@@ -328,100 +324,6 @@ def test_the_proof_stops_a_run_whose_server_stamps_another_version(shared, monke
     monkeypatch.setattr(FakeServer, "_end", end_as_seven)
     with pytest.raises(ProofFailed, match="7"):
         bridge.publish(1)
-
-
-def test_other_weights_at_the_server_are_replaced_with_a_warning(shared, tiny_model, tmp_path, caplog):
-    from transformers import AutoModelForCausalLM
-
-    other = tmp_path / "other"
-    model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen2"))
-    with torch.no_grad():
-        model.model.norm.weight.mul_(2)
-    model.save_pretrained(other)
-    fake, _ = shared("qwen2")
-    options = SharedOptions(policy=PolicyOptions(model_name=str(other)), server_url=fake.url)
-    bridge = SharedVllmBridge(options)
-    with caplog.at_level(logging.WARNING):
-        policy = bridge.prepare()
-    assert "1 of 39 tensors differ, model.norm.weight first" in caplog.text
-    bridge.publish(1)
-    assert served_equals_masters(policy)
-    bridge.close()
-    frozen = SharedVllmBridge(
-        SharedOptions(
-            policy=PolicyOptions(model_name=str(tiny_model("qwen2")), train_layer_indices="1"), server_url=fake.url
-        )
-    )
-    with pytest.raises(CannotShare, match=r"not trained differ .*model\.norm\.weight"):
-        frozen.prepare()
-
-
-def test_a_trainer_started_first_waits_with_a_line_and_goes_on(tiny_model, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("atropos_api.common.concurrency.WAIT_LINE_SECONDS", 0.2)
-    with served_fake(tiny_model("qwen2"), tmp_path / "manifest") as fake:
-        hidden = fake.server.manifest_path.rename(tmp_path / "not yet")
-        options = SharedOptions(
-            policy=PolicyOptions(model_name=str(tiny_model("qwen2"))),
-            server_url=fake.url,
-            manifest_path=str(fake.server.manifest_path),
-        )
-        bridge = SharedVllmBridge(options)
-        appear = threading.Timer(0.7, lambda: hidden.rename(fake.server.manifest_path))
-        appear.start()
-        began = time.monotonic()
-        with caplog.at_level(logging.INFO):
-            bridge.prepare()
-        waited_seconds = time.monotonic() - began
-        bridge.close()
-        appear.join()
-    assert 2 <= caplog.text.count("waiting for the vLLM server") <= 1 + waited_seconds / 0.2
-    assert caplog.text.count("Parameter mapping file not found") == 1, "the long reason is told once"
-    assert "s): still the same" in caplog.text
-
-
-def test_waiting_ends_with_the_reason_and_the_flag(tiny_model):
-    options = SharedOptions(
-        policy=PolicyOptions(model_name=str(tiny_model("qwen2"))),
-        server_url="http://127.0.0.1:9",
-        wait_timeout_seconds=0.3,
-    )
-    with pytest.raises(WaitTimedOut, match=r"Parameter mapping file not found.*--wait-timeout"):
-        SharedVllmBridge(options).prepare()
-
-
-def test_a_mistyped_host_is_told_at_once(tiny_model):
-    options = SharedOptions(
-        policy=PolicyOptions(model_name=str(tiny_model("qwen2"))), server_url="http://no-such-host.invalid:9001"
-    )
-    started = time.monotonic()
-    with pytest.raises(ServerUnavailable, match=r"--vllm-host no-such-host\.invalid"):
-        SharedVllmBridge(options).prepare()
-    assert time.monotonic() - started < 30
-
-
-def test_a_server_that_does_not_share_is_refused_with_what_to_do(shared, monkeypatch):
-    fake, bridge = shared("qwen2")
-    fake.server.manifest_path.unlink()
-    told = {"boot_id": "b", "sharing": False, "how_to_share": "set VLLM_ENABLE_SHARED_WEIGHTS=1"}
-
-    async def tell(*_):
-        return told
-
-    monkeypatch.setattr(FakeServer, "_info", tell)
-    with pytest.raises(CannotShare, match="VLLM_ENABLE_SHARED_WEIGHTS=1"):
-        bridge.prepare()
-
-
-def test_what_a_server_cannot_share_is_refused_at_start(shared, monkeypatch):
-    _, bridge = shared("qwen2")
-    info = FakeServer._info
-
-    async def tell(self, body):
-        return {**await info(self, body), "lora": True}
-
-    monkeypatch.setattr(FakeServer, "_info", tell)
-    with pytest.raises(CannotShare, match="--enable-lora"):
-        bridge.prepare()
 
 
 def test_masters_on_the_host_train_and_publish_as_those_beside_the_model_do(shared):
@@ -481,7 +383,7 @@ def test_no_shared_memory_is_left_behind(shared):
 
 
 def test_a_row_flipped_in_bf16_is_found_by_the_proof_though_its_logprobs_might_pass(shared, monkeypatch):
-    _, bridge = shared("qwen2", forwards_from_masters=True, dtype="bfloat16")
+    _, bridge = shared("qwen2", forward_weights="masters", dtype="bfloat16")
     policy = bridge.prepare()
     end = FakeServer._end
 

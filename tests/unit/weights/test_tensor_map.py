@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from example_trainer.errors import CannotShare
 from example_trainer.weight_protocol.segment import PosixSegment
 from example_trainer.weight_protocol.shm_header import Piece, TensorMap
-from example_trainer.weights.tensor_map import Place, map_parameters, place_of, view_at
+from example_trainer.weights.tensor_map import StridedRegion, map_parameters, region_of, view_at
 from example_trainer.weights.testing import FakeServer
 
 FAMILIES = ["qwen2", "qwen2-tied", "llama", "phi3", "gpt2"]
@@ -35,20 +35,20 @@ def tensor_of(source: torch.Tensor, *pieces: Piece) -> TensorMap:
     return TensorMap(pieces=list(pieces), shape=list(source.shape), dtype="float32")
 
 
-def seen_through(memory: torch.Tensor, place: Place) -> torch.Tensor:
-    return view_at(memory.untyped_storage(), place, torch.float32)
+def seen_through(memory: torch.Tensor, region: StridedRegion) -> torch.Tensor:
+    return view_at(memory.untyped_storage(), region, torch.float32)
 
 
 @pytest.fixture
-def serve(tiny_model, tmp_path):
+def serve(tiny_family, tmp_path):
     """A function that starts fake servers and returns their attached model, manifest and storages."""
     servers = []
 
     def start(family, **settings):
-        server = FakeServer(tiny_model(family), tmp_path, **settings)
+        server = FakeServer(tiny_family(family), tmp_path, **settings)
         servers.append(server)
         storages = {storage.id: PosixSegment("").attach(storage.handle) for storage in server.manifest.storages}
-        model = AutoModelForCausalLM.from_pretrained(tiny_model(family), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(tiny_family(family), dtype=torch.float32)
         return server, model, storages
 
     yield start
@@ -63,9 +63,9 @@ def test_adjacent_row_pieces_become_one_view_in_any_order(shuffled):
     for first, last in [(0, 6), (6, 9), (9, 12)]:
         memory[first + 5 : last + 5].copy_(source[first:last])
         pieces.append(piece(memory[first + 5 : last + 5], source[first:last]))
-    place = place_of(tensor_of(source, *(pieces[::-1] if shuffled else pieces)))
-    assert place == Place("0", 20, (12, 4), (4, 1))
-    assert torch.equal(seen_through(memory, place), source)
+    region = region_of(tensor_of(source, *(pieces[::-1] if shuffled else pieces)))
+    assert region == StridedRegion("0", 20, (12, 4), (4, 1))
+    assert torch.equal(seen_through(memory, region), source)
 
 
 def test_pieces_cut_along_columns_become_one_view():
@@ -73,22 +73,22 @@ def test_pieces_cut_along_columns_become_one_view():
     for first, last in [(0, 2), (2, 6)]:
         memory[:, first:last].copy_(source[:, first:last])
     pieces = [piece(memory[:, a:b], source[:, a:b]) for a, b in [(0, 2), (2, 6)]]
-    assert torch.equal(seen_through(memory, place_of(tensor_of(source, *pieces))), source)
+    assert torch.equal(seen_through(memory, region_of(tensor_of(source, *pieces))), source)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (5, 5)])
 def test_a_transposed_load_is_seen_untransposed_even_when_square(shape):
     source = torch.rand(*shape)
     memory = source.t().contiguous()
-    place = place_of(tensor_of(source, piece(memory, source.t())))
-    assert torch.equal(seen_through(memory, place), source)
+    region = region_of(tensor_of(source, piece(memory, source.t())))
+    assert torch.equal(seen_through(memory, region), source)
 
 
 def test_single_rows_become_one_view():
     source = torch.rand(3, 4)
     memory = source.clone()
     pieces = [piece(memory[row : row + 1], source[row : row + 1]) for row in range(3)]
-    assert torch.equal(seen_through(memory, place_of(tensor_of(source, *pieces))), source)
+    assert torch.equal(seen_through(memory, region_of(tensor_of(source, *pieces))), source)
 
 
 @pytest.mark.parametrize(
@@ -103,24 +103,24 @@ def test_pieces_with_gaps_holes_or_overlaps_are_refused(rows, reason):
     source, memory = torch.rand(8, 4), torch.zeros(16, 4)
     pieces = [piece(memory[c:d], source[a:b]) for (a, b), (c, d) in rows]
     with pytest.raises(ValueError, match=reason):
-        place_of(tensor_of(source, *pieces))
+        region_of(tensor_of(source, *pieces))
 
 
 def test_pieces_in_different_storages_and_reshaped_ones_are_refused():
     source, memory = torch.rand(8, 4), torch.zeros(8, 4)
     apart = [piece(memory[:4], source[:4]), replace(piece(memory[4:], source[4:]), storage="1")]
     with pytest.raises(ValueError, match="different storages"):
-        place_of(tensor_of(source, *apart))
+        region_of(tensor_of(source, *apart))
     interleaved = source.view(4, 2, 4).transpose(0, 1)[0]
     with pytest.raises(ValueError, match="reshapes"):
-        place_of(tensor_of(source, piece(memory[:4], interleaved)))
+        region_of(tensor_of(source, piece(memory[:4], interleaved)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_parameter_of_a_family_is_mapped_exactly(serve, tiny_model, family):
+def test_every_parameter_of_a_family_is_mapped_exactly(serve, tiny_family, family):
     server, model, storages = serve(family)
     views = map_parameters(model, server.manifest, storages)
-    stored = load_file(tiny_model(family) / "model.safetensors")
+    stored = load_file(tiny_family(family) / "model.safetensors")
     assert views.keys() == stored.keys()
     assert all(torch.equal(views[name], stored[name]) for name in stored)
 
@@ -185,9 +185,9 @@ def test_tensors_that_only_the_server_ties_are_refused(serve):
         map_parameters(model, server.manifest, storages)
 
 
-def test_experts_that_transformers_merges_are_refused_by_name(serve, tiny_model):
+def test_experts_that_transformers_merges_are_refused_by_name(serve, tiny_family):
     server, _, storages = serve("llama")
-    mixtral = AutoModelForCausalLM.from_pretrained(tiny_model("mixtral"), dtype=torch.float32)
+    mixtral = AutoModelForCausalLM.from_pretrained(tiny_family("mixtral"), dtype=torch.float32)
     with pytest.raises(
         CannotShare, match=r"layers\.0\.mlp\.experts\.gate_up_proj: transformers merges it from several"
     ):
@@ -196,6 +196,6 @@ def test_experts_that_transformers_merges_are_refused_by_name(serve, tiny_model)
 
 def test_a_place_outside_the_storage_is_refused_and_never_grows_it(serve):
     _, _, storages = serve("llama")
-    beyond = Place("0", storages["0"].nbytes() // 4 - 3, (4,), (1,))
+    beyond = StridedRegion("0", storages["0"].nbytes() // 4 - 3, (4,), (1,))
     with pytest.raises(CannotShare, match="storage 0"):
         view_at(storages["0"], beyond, torch.float32)

@@ -1,4 +1,4 @@
-"""The server as the trainer's child: it is ready by version, and stopping ends all its processes and no others."""
+"""The server as the trainer's child: it is ready once it serves the version; stopping ends its processes only."""
 
 from __future__ import annotations
 
@@ -68,16 +68,15 @@ def manager(tmp_path):
     script = tmp_path / "stand_in_vllm_server.py"
     script.write_text(STAND_IN)
 
-    def make(*arguments):
+    def make(**settings):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         options = VllmOptions(
             port=port,
             log_path=tmp_path / "logs" / "vllm.log",
-            served_model_name="name",
-            tokenizer="tokenizer",
+            model_name="name",
+            settings=settings,
             ready_timeout_seconds=20.0,
-            extra_arguments=arguments,
             program=(sys.executable, str(script)),
         )
         made.append(VllmManager(options))
@@ -135,7 +134,7 @@ def test_stopping_ends_the_whole_tree_and_sweeps_its_shared_memory(manager):
 
 
 def test_a_server_that_ignores_the_request_to_end_is_killed_after_the_grace(manager):
-    vllm = manager("--stubborn")
+    vllm = manager(stubborn=True)
     vllm.start("m", version=1)
     vllm.wait_until_ready(1)
     tree = tree_of(vllm.pid)
@@ -169,7 +168,7 @@ def test_orphans_of_a_killed_server_are_ended_too(manager):
 
 
 def test_a_failed_start_shows_the_end_of_the_log(manager):
-    vllm = manager("--fail")
+    vllm = manager(fail=True)
     vllm.start("m", version=1)
     with pytest.raises(ServerExited, match="exit code 3") as caught:
         vllm.wait_until_ready(1)
@@ -201,7 +200,7 @@ def test_the_server_dies_with_the_process_that_started_it_even_by_sigkill(manage
             from example_trainer.vllm_manager import VllmManager, VllmOptions
             folder = Path({str(tmp_path)!r})
             program = (sys.executable, str(folder / "stand_in_vllm_server.py"))
-            options = dict(served_model_name="n", tokenizer="t", log_path=folder / "x.log", program=program)
+            options = dict(model_name="n", log_path=folder / "x.log", program=program)
             vllm = VllmManager(VllmOptions(port={port}, **options))
             background = threading.Thread(target=vllm.start, args=("m",), kwargs={{"version": 1}})
             background.start(); background.join()  # the thread that asked for it may end

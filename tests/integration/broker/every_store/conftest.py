@@ -1,4 +1,4 @@
-"""A served broker over each store, with a clock that the test sets; callers of both contracts and both forms."""
+"""A served broker over each store, with a clock that the test sets, and callers of both contracts and forms."""
 
 import itertools
 import time
@@ -28,8 +28,8 @@ REGISTRATION = {
 }
 
 
-class Front:
-    """One server for all tests of the folder; behind it the broker of the test that runs."""
+class CurrentBroker:
+    """The application of one server for all tests of the folder; it serves the running test's broker."""
 
     def __init__(self):
         self.app = make_memory_app()
@@ -47,10 +47,10 @@ class Front:
 
 
 class Scene:
-    """One broker that can be restarted, and what its callers do."""
+    """A broker that can be restarted, and the actions of its callers."""
 
-    def __init__(self, place, front, http, clients, **options):
-        self._place, self._front = place, front
+    def __init__(self, place, current, http, clients, **options):
+        self._place, self._current = place, current
         self._config = BrokerConfig(store=place, **options)
         self._memory = (MemoryLedger(), MemoryBodyLog())
         self._keys = itertools.count()
@@ -60,8 +60,8 @@ class Scene:
 
     def start(self):
         store = self._memory if self._place == "memory" else open_store(self._place, fsync="never")
-        self.broker = Broker(*store, settings=self._config.settings(), clock=lambda: self.now)
-        self._front.app = create_app(self._config, self.broker)
+        self.broker = Broker(*store, settings=self._config, clock=lambda: self.now)
+        self._current.app = create_app(self._config, self.broker)
 
     def stop(self):
         if self._place != "memory":
@@ -130,14 +130,14 @@ def redis_server():
 
 @pytest.fixture(scope="session")
 def served():
-    """The front, and who calls it: Atropos' words by `http`, ours by a client for each form."""
-    front = Front()
-    with serve_in_thread(front) as url, ExitStack() as stack:
+    """The server of all tests, an HTTP client for the v0 calls, and a v1 client for each encoding."""
+    current = CurrentBroker()
+    with serve_in_thread(current) as url, ExitStack() as stack:
         http = stack.enter_context(httpx.Client(base_url=url, timeout=20))
         clients = {
             form: stack.enter_context(BrokerClient(url, retry_seconds=1.0, form=form)) for form in ("json", "columns")
         }
-        yield front, http, clients
+        yield current, http, clients
 
 
 @pytest.fixture(params=["memory", "directory", "redis"])

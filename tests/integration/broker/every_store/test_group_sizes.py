@@ -1,4 +1,4 @@
-"""R14a: group sizes are checked together, environments that no longer fit are paused, and no group is lost silently."""
+"""R14a: group sizes are checked together, environments that do not fit are paused, and no group is lost silently."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A broker that is killed again and again while honest clients work with it, and what has to be true afterwards.
+"""A broker that is killed again and again while honest clients use it, and the checks for afterwards.
 
 Brokers are forked from one process that has imported everything, so that a restart costs milliseconds.
 """
@@ -52,7 +52,7 @@ for line in sys.stdin:
 
 
 class Nursery:
-    """Forks brokers; each listens on a port of its own that stays the same over its restarts."""
+    """Forks brokers, each with a port of its own that its restarts keep."""
 
     def __init__(self, log):
         self.log = log
@@ -75,7 +75,7 @@ class Nursery:
 
 
 class KilledBroker:
-    """One address at which a broker is started again after each kill."""
+    """A broker that is started again at the same address after each kill."""
 
     def __init__(self, nursery, *options):
         with socket.socket() as probe:
@@ -113,7 +113,7 @@ class KilledBroker:
         return self._wait_for(lambda: not self.alive(), seconds)
 
     def wait_for_stop(self, seconds):
-        """Until the process is stopped, as by SIGSTOP."""
+        """Wait until the process is stopped, as by SIGSTOP."""
         process = psutil.Process(self.pid)
         return self._wait_for(lambda: process.status() == psutil.STATUS_STOPPED, seconds)
 
@@ -166,7 +166,7 @@ def make_body(ident, size):
 
 
 class Worker:
-    """A thread whose failure is the test's."""
+    """A thread whose failure fails the test."""
 
     def __init__(self, work):
         self.failure = None
@@ -188,7 +188,7 @@ class Worker:
 
 
 class Load:
-    """Environments that submit (the last one without keys, in Atropos' words), and a trainer of two ranks."""
+    """Environments that submit (the last one without keys, by the Atropos contract), and a trainer of two ranks."""
 
     BATCH_SIZE = 16
 
@@ -253,7 +253,7 @@ class Load:
         self.run = self._trainer.call("POST", "/v1/runs", json=body).json()
 
     def restart_trainer(self):
-        """The trainer comes back from its checkpoint, and so begins its run again."""
+        """Restart the trainer from its checkpoint, so that it begins its run again."""
         self._restart.set()
 
     def wait_for_batches(self, count, seconds=20):
@@ -286,7 +286,7 @@ class Load:
         return True
 
     def finish(self):
-        """Stop, train all that is left, and compare what was acknowledged with what was delivered."""
+        """Stop, train all groups that are left, and compare the acknowledged ones with the delivered ones."""
         self._stopping.set()
         for worker in self._workers:
             worker.join()
@@ -316,7 +316,7 @@ def nursery(tmp_path_factory):
 
 @pytest.fixture
 def killed_broker(nursery):
-    """Makes brokers that are killed at the end of the test whatever happens."""
+    """Creates brokers that are killed at the end of the test in any case."""
     made = []
 
     def make(*options):
@@ -330,7 +330,7 @@ def killed_broker(nursery):
 
 @pytest.fixture
 def load():
-    """Makes load; whatever of it runs at the end of a failed test is stopped."""
+    """Creates load, which is stopped at the end of the test in any case."""
     made = []
 
     def make(*brokers, **options):

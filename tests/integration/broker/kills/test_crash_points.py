@@ -1,6 +1,6 @@
-"""The process killed at every named step between a write and its answer: nothing lost, nothing twice, nothing stuck.
+"""The process is killed at every named step between a write and its answer: nothing is lost, doubled or stuck.
 
-Each step is met once in the default suite, in one of the stores and modes; `ATROPOS_KILLS=all` meets each in all.
+The default suite has each step once, in one of the stores and modes; `ATROPOS_KILLS=all` has each in all.
 """
 
 import os
@@ -17,7 +17,7 @@ SYNCED = {Failpoint.BODIES_SYNCED, Failpoint.LEDGER_SYNCED}
 
 
 def steps_for(mode):
-    """In turn one of the modes for each step, or all; `never` has no syncs."""
+    """Return the steps to kill at with one mode each, in turn, or all; mode `never` has no syncs."""
     for place, step in enumerate(Failpoint):
         mine = [mode for mode in MODES if mode != "never" or step not in SYNCED]
         if mode in mine and (EVERY or mine[place % len(mine)] == mode):
@@ -32,7 +32,7 @@ def test_killed_at_each_step_a_directory_loses_and_duplicates_nothing(tmp_path, 
 
 @pytest.mark.parametrize("mode", MODES if EVERY else ["interval"])
 def test_a_submission_without_a_key_is_known_again_after_two_kills(tmp_path, killed_broker, mode):
-    """R9: its sender repeats it late; others were taken and answered between the kills."""
+    """R9: the sender repeats it late, after other groups were taken and answered between the kills."""
     broker = killed_broker("--store", str(tmp_path / "store"), "--fsync", mode)
     first, *others = ({"tokens": [[n]], "masks": [[n]], "scores": [0.5], "env_id": 0} for n in range(5))
     broker.start(crash_at=Failpoint.GROUPS_KEPT)

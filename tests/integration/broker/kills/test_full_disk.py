@@ -1,4 +1,4 @@
-"""A disk that takes no more, seen from outside: 503 and not ready while it lasts, the same process afterwards."""
+"""On a full disk the broker answers 503 and is not ready; when there is room, the same process continues."""
 
 import os
 import random
@@ -17,7 +17,7 @@ def make_body(ident, size):
 
 
 def limit_files(broker, size):
-    """No file of the process may grow beyond this: what a write gets then is an error like that of a full disk."""
+    """Limit the size of the process's files, so that a write fails as on a full disk."""
     resource.prlimit(broker.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 

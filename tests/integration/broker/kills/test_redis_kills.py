@@ -1,4 +1,4 @@
-"""A broker on Redis: killed, replaced by its standby, stopped and woken, with Redis itself killed under it."""
+"""A broker on Redis is killed, replaced by its standby, stopped and resumed, and Redis itself is killed."""
 
 import concurrent.futures
 import itertools
@@ -61,7 +61,7 @@ def readiness(broker):
 
 
 def wait_for_word_of(standby, active):
-    """Until the one names the other as the active broker."""
+    """Wait until the one names the other as the active broker."""
     deadline = time.monotonic() + 5 * LEASE
     while (readiness(standby)[1].get("active") or {}).get("pid") != active.pid:
         assert time.monotonic() < deadline
@@ -84,7 +84,7 @@ def test_the_standby_says_so_and_who_is_active_and_follows_it(two_brokers):
 
 
 def test_killed_or_stopped_at_each_step_its_standby_takes_over_and_nothing_is_lost_or_duplicated(two_brokers, load):
-    """R18: a broker that is resumed after its lease has ended changes nothing any more."""
+    """R18: a broker that is resumed after its lease has ended changes nothing."""
     work = load(*two_brokers)
     active, standby = two_brokers
     ends = [(step, stop) for step in STEPS for stop in ("", ":stop")]
@@ -126,7 +126,7 @@ STOPS = [
 
 
 def test_a_group_without_a_key_sent_to_one_that_stops_past_its_lease_is_taken_once(redis_server, killed_broker):
-    """R9, R18: its sender repeats what was not answered, whether it gave up on the stopped broker or waited."""
+    """R9, R18: its sender repeats unanswered groups, after giving up on the stopped broker or waiting for it."""
     cases = [*itertools.product(STOPS, [False, True])]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         # A database for each.

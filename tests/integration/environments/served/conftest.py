@@ -1,9 +1,9 @@
 """Environment servers as processes of their own, beside a real vLLM whose model thinks, calls tools and answers.
 
-The model is not trained: which token follows which is written into it. The embeddings of the tokens that matter are
+The model is not trained: the token transitions are written into it. The embeddings of the tokens that matter are
 orthogonal, and the output head holds the logarithms of the wanted transition probabilities in terms of them. Attention
-and MLP stay random, so that a token's logprob depends on everything before it and on every tensor: a token too many or
-an older version of the weights moves it.
+and MLP stay random, so that a token's logprob depends on everything before it and on every tensor: an extra token or an
+older version of the weights changes it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ FOLLOWERS: dict[str, dict[str, float]] = {
 
 @dataclass
 class Served:
-    """The inference server, its model, and a trainer's part in it: versions of the weights, published in order."""
+    """The inference server, its model, and a trainer that publishes versions of the weights in order."""
 
     start: Callable[..., Any]
     model: Path
@@ -83,7 +83,7 @@ class Served:
     version: int = 0
 
     def publish(self) -> int:
-        """The next version of the weights, each clearly different from the others."""
+        """Publish the next version of the weights, clearly different from the others."""
         self.version += 1
         self.server.publish(lambda: self.server.write(self.variant(self.version)), version=self.version)
         return self.version
@@ -92,7 +92,7 @@ class Served:
         self.server.kill()
 
     def restart(self) -> None:
-        """On the same port; it serves nothing until something is published to it."""
+        """Start the server again on the same port; it serves nothing before a publish."""
         port = self.server.client.base_url.port if self.server is not None else None
         self.server = self.start("--share-weights", "--max-num-seqs", "64", model=self.model, port=port)
 
@@ -142,7 +142,7 @@ class Program:
         self.process.wait(30)
 
     def terminate(self) -> tuple[int, list[int]]:
-        """Its exit code after SIGTERM, and which processes of it are left."""
+        """Send SIGTERM; return the exit code and the processes that are left."""
         family = [self.process.pid, *(child.pid for child in psutil.Process(self.process.pid).children(recursive=True))]
         self.process.terminate()
         code = self.process.wait(60)
@@ -190,7 +190,7 @@ class Trainer:
         self.client.update_policy(update)
 
     def step(self, *, wait_seconds: float = 60) -> list[Group]:
-        """The next batch, committed; no groups where none came in time."""
+        """Take and commit the next batch; return its groups, none if no batch came in time."""
         number, run = len(self.batches) + 1, self.run
         batch = self.client.get_batch(number, run_id=run.run_id, epoch=run.epoch, wait_seconds=wait_seconds)
         if batch is None:
@@ -214,7 +214,7 @@ def begin_training() -> Iterator[Callable[..., Trainer]]:
 
 
 class Rollout(NamedTuple):
-    """One row of a group."""
+    """A row of a group."""
 
     tokens: list[int]
     mask: list[int]
@@ -240,7 +240,7 @@ def rollouts_of() -> Callable[[Group], list[Rollout]]:
 
 @pytest.fixture(scope="session")
 def differences(writer_reference: Any) -> Callable[..., torch.Tensor]:
-    """|logprob handed in - logprob that the trainer's head computes| of all tokens stamped with a version."""
+    """Return |submitted logprob - logprob of the trainer's head| of all tokens stamped with a version."""
 
     def compare(rollouts: list[Rollout], version: int, *, weights_of: int | None = None) -> torch.Tensor:
         import torch
@@ -256,7 +256,7 @@ def differences(writer_reference: Any) -> Callable[..., torch.Tensor]:
 
 
 def _logprobs(module: Any, tokens: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """Of the tokens at `places`, each given all before it, at temperature 1."""
+    """Return the logprobs of the tokens at `places`, each given all before it, at temperature 1."""
     import torch
 
     from example_trainer.modeling.logprobs import head_of, token_logprobs
@@ -312,7 +312,7 @@ def _make_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def _write_transitions(model: torch.nn.Module, tokenizer: Tokenizer) -> None:
-    """Give each token that something follows a direction of its own; all others share one, and lead to a thought."""
+    """Give each token that has successors a direction of its own; all others share one, and lead to a thought."""
     import torch
 
     size = tokenizer.get_vocab_size()

@@ -1,6 +1,6 @@
-"""Broker and real vLLM killed and started again while the tool user serves: what was sampled is what is trained, once.
+"""Broker and real vLLM are killed and restarted while the tool user serves: each sample is trained exactly once.
 
-Chats of several turns are under way at each kill. `FAULT_KILLS=10` asks for the long form, ten kills of each.
+Chats of several turns are in progress at each kill. `ATROPOS_ENVIRONMENT_KILLS=20` selects the long form.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 
 from atropos_api.wire.groups import Group
-from environments.tasks.data import Draws, load_questions
+from environments.tasks.data import ShuffledEpochs, load_questions
 from example_trainer.processes.ports import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 
-KILLS = int(os.environ.get("FAULT_KILLS", "1"))
+KILLS = int(os.environ.get("ATROPOS_ENVIRONMENT_KILLS", "1"))
 GROUP_SIZE = 4
 GROUPS_BETWEEN_KILLS = 8 if KILLS > 1 else 3
 QUESTIONS = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(100) for b in range(100)]
 
 
 class Training(threading.Thread):
-    """Takes batch after batch until the test says that no more will come."""
+    """A trainer that takes batch after batch until the test says that no more will come."""
 
     def __init__(self, trainer):
         super().__init__()
@@ -50,7 +50,7 @@ class Training(threading.Thread):
 
 
 def identity(group):
-    """A group by its tokens and by their logprobs, which no other group has, in the precision they are sent in."""
+    """Return the tokens and logprobs that identify a group, in the precision in which they are sent."""
     logprobs = tuple(np.array(row, np.float32).tobytes() for row in group.inference_logprobs)
     return tuple(map(tuple, group.tokens)), logprobs
 
@@ -92,7 +92,7 @@ def test_killed_brokers_and_vllm_servers_cost_no_group_and_double_none(
     sent = [msgspec.json.decode(line, type=Group) for line in handed_in.read_bytes().splitlines()]
     assert Counter(map(identity, training.groups)) == Counter(map(identity, sent))
     assert len(sent) == len(set(map(identity, sent)))
-    draws = Draws(load_questions(data, "train"), 0)
+    draws = ShuffledEpochs(load_questions(data, "train"), 0)
     asked = [tokenizer_of_writer.decode(group.tokens[0]).split("[user]")[1].split("<eos>")[0] for group in sent]
     assert sorted(asked) == sorted(draws[number].question for number in range(len(sent)))
     rollouts = [rollout for group in training.groups for rollout in rollouts_of(group)]

@@ -1,8 +1,8 @@
 """GSM8K, competition mathematics and the tool user together feed one run from a real vLLM whose weights change.
 
-What the broker hands to a trainer is held against the model itself: every trained token's logprob under the version of
-the weights that its span names, and which tokens are trained at all. `LOGPROB_TOKENS` asks for more than 2,000 trained
-tokens of each environment.
+The broker's batches are compared with the model itself: every trained token's logprob under the version of the weights
+that its span names, and the choice of trained tokens. `LOGPROB_TOKENS` sets more than 2,000 trained tokens of each
+environment.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """The same sums in each of the forms that users have them in."""
+    """The same sums in each form of data that users have."""
     folder = tmp_path_factory.mktemp("data")
     lines = [json.dumps({"question": question, "answer": answer}) for question, answer in SUMS]
     (folder / "sums.jsonl").write_text("\n".join(lines))
@@ -88,7 +88,7 @@ def rollouts(served, writer, data, programs, begin_training, rollouts_of):
 
 
 def has_enough(rollouts):
-    """On a busy machine an environment may have the tokens of three versions late."""
+    """Return True if an environment has enough tokens, of three versions; on a busy machine that takes long."""
     return sum(len(rollout.trained) for rollout in rollouts) >= TOKENS and len(versions_of(rollouts)) >= 3
 
 
@@ -98,7 +98,7 @@ def versions_of(rollouts):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_trainer_recomputes_every_logprob_under_the_version_it_is_stamped_with(rollouts, differences, name):
-    """R5: in fp32 at most 1e-4 and 5e-6 in the mean; under another version they are far apart."""
+    """R5: they differ in fp32 by at most 1e-4, and 5e-6 in the mean; under another version by far more."""
     versions = versions_of(rollouts[name])
     assert None not in versions
     errors = torch.cat([differences(rollouts[name], version) for version in versions])
@@ -120,7 +120,7 @@ def test_spans_masks_and_logprobs_tell_of_the_same_tokens(rollouts, name):
 
 
 def test_all_turns_of_the_tool_user_are_trained_and_no_end_token_is_doubled(rollouts, tokenizer_of_writer):
-    """Read off the tokens alone: an answer begins after the assistant's mark and ends with the first end token."""
+    """The tokens show it: an answer begins after the assistant's mark and ends with the first end token."""
     end, assistant, tool = map(tokenizer_of_writer.encode, ("<eos>", "[assistant]", "[tool]"))
     counts = []
     for rollout in rollouts["python_tool"]:

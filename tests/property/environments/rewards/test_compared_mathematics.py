@@ -1,4 +1,4 @@
-"""Generated mathematics, really compared: equal values are correct however written, others wrong, rubbish harmless."""
+"""Generated mathematics: equal values are correct in any notation, others wrong, and nonsense is harmless."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from environments.rewards import MathVerifier, Outcome
 
-relaxed = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+relaxed = settings(max_examples=20, suppress_health_check=list(HealthCheck))
 fractions = st.fractions(-500, 500, max_denominator=20)
 
 

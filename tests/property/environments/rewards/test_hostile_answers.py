@@ -14,10 +14,10 @@ from environments.rewards import (
     FormatReward,
     GSM8kReward,
     LinearLengthReward,
-    Part,
     PatternReward,
     RepetitionPenalty,
     TargetLengthReward,
+    WeightedReward,
     bradley_terry,
     win_rates,
 )
@@ -41,7 +41,7 @@ plain_rewards = [
 ]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(texts=st.lists(hostile, min_size=1, max_size=4))
 def test_every_reward_gives_each_text_a_score_in_its_range_lists_and_arrays_alike(texts):
     samples = [{"completion": text, "answer": "5"} for text in texts]
@@ -52,7 +52,7 @@ def test_every_reward_gives_each_text_a_score_in_its_range_lists_and_arrays_alik
         assert reward(np.array(samples, dtype=object)) == scores
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(text=hostile, closing=st.sampled_from(["</answer>", "</think>", "<answer>"]))
 def test_a_second_closing_tag_never_keeps_the_form(text, closing):
     formed = f"<think>{text}</think> <answer>5</answer>"
@@ -138,7 +138,6 @@ def test_reading_is_linear_in_the_text(pattern):
 shares = st.lists(st.lists(st.floats(0, 20), min_size=4, max_size=4), min_size=4, max_size=4)
 
 
-@settings(deadline=None)
 @given(wins=shares)
 def test_preferences_become_finite_scores_that_a_further_win_only_raises(wins):
     more = [list(row) for row in wins]
@@ -152,11 +151,11 @@ def test_preferences_become_finite_scores_that_a_further_win_only_raises(wins):
 
 @given(
     scores=st.lists(st.floats(-5, 5), min_size=3, max_size=3),
-    weights=st.lists(st.floats(-3, 3), min_size=3, max_size=3).filter(any),
+    weights=st.lists(st.floats(-3, 3, allow_subnormal=False), min_size=3, max_size=3).filter(any),
 )
 def test_a_combination_is_the_weighted_sum_of_its_components(scores, weights):
     parts = [
-        Part(str(index), lambda samples, score=score: np.full(len(samples), score), weight)
+        WeightedReward(str(index), lambda samples, score=score: np.full(len(samples), score), weight)
         for index, (score, weight) in enumerate(zip(scores, weights, strict=True))
     ]
     expected = float(np.dot(scores, weights))

@@ -1,4 +1,4 @@
-"""One pool of real children for all tests that compare mathematics."""
+"""A pool of real children for all tests that compare mathematics."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Rewards by name, together, checked and advised on."""
+"""Rewards are found by name, combined and checked, with advice for mistakes."""
 
 import math
 import subprocess
@@ -16,10 +16,10 @@ from environments.rewards import (
     GoldItem,
     GSM8kReward,
     PairwiseReward,
-    Part,
     RepetitionPenalty,
     RewardManager,
     ScoreRange,
+    WeightedReward,
     bradley_terry,
     check_reward,
     combine,
@@ -76,32 +76,36 @@ def test_what_is_no_score_for_each_sample_is_refused(returned, words):
 
 
 def test_a_combination_honours_weights_and_keeps_each_component():
-    parts = [Part("a", constant(2.0), 0.5), Part("b", constant(4.0), -0.25)]
+    parts = [WeightedReward("a", constant(2.0), 0.5), WeightedReward("b", constant(4.0), -0.25)]
     scores = anyio.run(CombinedReward(parts).score, [{}, {}])
     assert scores.totals == [0.0, 0.0]
     assert scores.components == {"a": [2.0, 2.0], "b": [4.0, 4.0]}
     assert scores.metrics() == {"reward/mean": 0.0, "reward/std": 0.0, "reward/a": 2.0, "reward/b": 4.0}
-    assert run(CombinedReward([Part("a", constant(2.0), 3.0), Part("b", constant(4.0))], "weights"), [{}]) == [2.5]
+    parts = [WeightedReward("a", constant(2.0), 3.0), WeightedReward("b", constant(4.0))]
+    assert run(CombinedReward(parts, "weights"), [{}]) == [2.5]
 
 
 def test_normalising_by_range_brings_every_part_to_the_unit_interval():
-    parts = [Part("gsm8k", GSM8kReward(correct_score=4.0), 1.0), Part("again", RepetitionPenalty(1), 1.0)]
+    parts = [
+        WeightedReward("gsm8k", GSM8kReward(correct_score=4.0), 1.0),
+        WeightedReward("again", RepetitionPenalty(1), 1.0),
+    ]
     combined = CombinedReward(parts, "range")
     assert run(combined, [{"completion": "#### 4", "answer": "4"}]) == [1.0]
     assert combined.range == ScoreRange(0.0, 1.0)
     assert CombinedReward(parts).range == ScoreRange(-1.0, 4.0)
-    assert CombinedReward([Part("c", constant(1.0))]).range is None
+    assert CombinedReward([WeightedReward("c", constant(1.0))]).range is None
     with pytest.raises(RewardUnusable, match="normalization=weights"):
-        CombinedReward([Part("c", constant(1.0))], "range")
+        CombinedReward([WeightedReward("c", constant(1.0))], "range")
 
 
 @pytest.mark.parametrize(
     "make",
     [
         lambda: CombinedReward([]),
-        lambda: CombinedReward([Part("a", constant(1.0)), Part("a", constant(1.0))]),
-        lambda: CombinedReward([Part("a", constant(1.0))], "sum"),
-        lambda: CombinedReward([Part("a", constant(1.0), 0.0)], "weights"),
+        lambda: CombinedReward([WeightedReward("a", constant(1.0)), WeightedReward("a", constant(1.0))]),
+        lambda: CombinedReward([WeightedReward("a", constant(1.0))], "sum"),
+        lambda: CombinedReward([WeightedReward("a", constant(1.0), 0.0)], "weights"),
         lambda: combine([{"name": "gsm8k", "wieght": 2}]),
     ],
 )
@@ -202,7 +206,9 @@ def test_asking_both_ways_round_takes_away_a_preference_for_a_place():
 
 
 def test_a_manager_sums_up_between_steps_and_gives_each_advice_once(caplog):
-    manager = RewardManager(CombinedReward([Part("length", length), Part("one", constant(1.0), 0.0)]))
+    manager = RewardManager(
+        CombinedReward([WeightedReward("length", length), WeightedReward("one", constant(1.0), 0.0)])
+    )
 
     def step(*texts):
         for text in texts:

@@ -1,4 +1,4 @@
-"""Comparing mathematics: in children that are reused, limited in time and replaced, beside a free event loop."""
+"""Mathematics is compared in children that are reused, limited in time and replaced, while the event loop is free."""
 
 import asyncio
 import gc
@@ -132,7 +132,7 @@ def test_what_denies_the_gold_is_not_the_gold(verifier, answer):
     ("gold", "answer"), [("5", "5%"), ("5", "500%"), ("1", r"1\%"), ("0.5", r"0.5\%"), ("5%", "500%")]
 )
 def test_a_percentage_is_no_other_number(verifier, gold, answer):
-    """5% and 500% cannot both be 5; which of them is depends on the question, so neither earns."""
+    """5% and 500% cannot both be 5; which one is depends on the question, so neither is rewarded."""
     assert verifier.judge(gold, answer).outcome is Outcome.WRONG
 
 
@@ -167,7 +167,7 @@ def test_an_expression_that_makes_sympy_hang_is_given_up_and_its_child_replaced_
 
 
 def test_a_child_may_hold_two_gibibytes_and_no_more(verifier):
-    """sympy's numbers fill the memory of a machine before their time is up."""
+    """sympy's numbers could fill a machine's memory within the time limit."""
     verifier.judge("1", "1")
     (pid,) = verifier.child_pids
     assert resource.prlimit(pid, resource.RLIMIT_AS) == (2 << 30, 2 << 30)

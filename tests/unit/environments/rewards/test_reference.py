@@ -1,4 +1,4 @@
-"""The reference page says of every registered reward what the code does."""
+"""The reference page describes every registered reward as the code declares it."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Rewards that read text alone: GSM8K numbers, forms, lengths, repetition; and finding answers in hostile texts."""
+"""Rewards on text alone (GSM8K numbers, forms, lengths, repetition), and finding answers in hostile texts."""
 
 from fractions import Fraction
 

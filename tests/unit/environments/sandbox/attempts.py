@@ -1,8 +1,8 @@
-"""Ways out of the sandbox, to be tried inside: expressions that raise or answer nothing where they are refused.
+"""Attempts to leave the sandbox, to be made inside: expressions that raise or return nothing if they are refused.
 
-Together they are one program, which prints a JSON object: what each attempt got, or null. None does harm where it
-succeeds: nothing is written, no device opened, and calls that would change the machine get arguments that the kernel
-looks at only after the caller's rights. So the program can be run outside too, to see that the attempts can succeed.
+Together they are one program, which prints a JSON object: the result of each attempt, or null. A successful one does no
+harm: nothing is written, no device opened, and calls that would change the machine get arguments that the kernel reads
+only after it has checked the caller's rights. So the program can run outside too, to show that attempts can succeed.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ _MORE_NUMBERS = {"clone": (56, 220), "clone3": (435, 435), "capset": (126, 91)}
 
 
 def program(outside: dict[str, object], denied: dict[str, tuple[int | None, int | None]]) -> str:
-    """The program; `outside` tells where everything is that must not be reached."""
+    """Return the program; `outside` has the places of everything that must not be reached."""
     calls = denied | _MORE_NUMBERS
     machines = enumerate(("x86_64", "aarch64"))
     numbers = {machine: {name: pair[column] for name, pair in calls.items()} for column, machine in machines}

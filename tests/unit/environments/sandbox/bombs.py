@@ -1,4 +1,4 @@
-"""Code that takes more than it may: each with the limits that may end it, and words that it must not come to print."""
+"""Code that takes more than its limits: each with the limits that may end it, and words that it must not print."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Bomb:
-    """`ended_by` are the limits that hold it, empty for the kernel's own refusal, which the code then prints."""
+    """Such code; `ended_by` are the limits that stop it, empty if the kernel refuses, which the code then prints."""
 
     code: str
     ended_by: tuple[str, ...]
@@ -156,7 +156,7 @@ LASTING: dict[str, Bomb] = {
     "output": Bomb("import sys\nwhile True:\n    sys.stdout.write('x' * 65536)", ("time",)),
     "forks for ever": Bomb(FORKS_FOR_EVER, ("time", "processes", "memory")),
 }
-"""Those that last until their time is over."""
+"""Those that run until their time is over."""
 
 GREEDY: dict[str, Bomb] = {
     "forks": Bomb(FORKS, ("", "processes", "memory"), "refused after"),

@@ -1,4 +1,4 @@
-"""A machine round the sandbox, with everything that its code must not reach; and users and machines to try it as."""
+"""A machine around the sandbox, with everything that its code must not reach, and users and machines to try."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def machine():
 
 @functools.cache
 def python_of_others() -> list[str] | None:
-    """A command that starts Python with our packages as another user; None where there is none."""
+    """Return a command that starts Python with our packages as another user; None without such a user."""
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         return None
     become = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "sh", "-c", 'exec "$@"', "sh"]

@@ -1,7 +1,7 @@
-"""A program that runs code in the tool: `python driver.py < request` prints what came of it, both as JSON.
+"""A program that runs code in the tool: `python driver.py < request` prints the results, both as JSON.
 
-The request: `settings` of the tool, `codes` to run, and `forbid`: what this process and all below it are kept from, as
-on other machines: "user namespaces" (by a sysctl) or "namespaces" (by a container's filter).
+The request has the `settings` of the tool, the `codes` to run, and in `forbid` what is denied to this process and its
+children, as on other machines: "user namespaces" (by a sysctl) or "namespaces" (by a container's filter).
 """
 
 from __future__ import annotations

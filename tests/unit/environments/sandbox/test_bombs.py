@@ -1,6 +1,6 @@
-"""Code that takes more than it may is refused it or ended, whatever counts it; and nothing of it is left.
+"""Code that takes more than its limits is refused or ended, by any counter, and nothing of it is left.
 
-ATROPOS_SANDBOX=all tries every user and every way of counting; the default tries the first of each.
+ATROPOS_SANDBOX=all tries every user and every counter; the default tries the first of each.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def require_contained(drive, bombs, limits, *, is_counted=False, **how):
-    """Each program is refused what it takes, or is ended.
+    """Check that each program is refused or ended.
 
-    With `is_counted`, a supervisor counts instead of the kernel, and may be late: with eight busy processes beside it
-    a program made 400 children before it was ended.
+    With `is_counted`, a supervisor counts instead of the kernel, and may be late: beside eight busy processes a program
+    made 400 children before it was ended.
     """
     answer = drive({name: bomb.code for name, bomb in bombs.items()}, **limits, **how)
     assert "refused" not in answer, answer
@@ -42,7 +42,7 @@ def require_contained(drive, bombs, limits, *, is_counted=False, **how):
 
 @pytest.fixture
 def counting(mechanism):
-    """By the kernel with one mechanism, by the supervisor with the other: both ways are tried."""
+    """The tool with the kernel's limits by one mechanism, and the supervisor's by the other."""
     return {"mechanisms": [mechanism], "use_cgroups": mechanism == "bubblewrap"}
 
 

@@ -56,7 +56,7 @@ print("getpid gave", run())
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have no calls of another width")
 def test_a_call_in_the_form_of_32_bits_ends_the_code(drive, mechanism):
-    """Its numbers are others than those that the filter knows."""
+    """Such calls have other numbers than those in the filter."""
     result = drive({"call": X86_CALL}, mechanisms=[mechanism])["results"]["call"]
     assert result == {"output": "", "exit_code": 128 + signal.SIGSYS, "ended_by": ""}
 
@@ -87,7 +87,7 @@ def test_where_nothing_can_be_isolated_the_tool_says_in_one_line_that_it_will_no
 
 
 def test_outside_of_the_sandbox_the_same_attempts_succeed(machine, escapes):
-    """Else the others would show nothing. As another user, since some would succeed against this very machine."""
+    """Otherwise the other tests would show nothing. Another user runs it, as some attempts would harm this machine."""
     command = python_of_others() if IS_ROOT else [os.path.realpath("/proc/self/exe")]
     if command is None:
         pytest.skip("no Python here that another user could run")

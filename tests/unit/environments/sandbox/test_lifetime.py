@@ -33,14 +33,14 @@ time.sleep(0.3)
 print("left behind", flush=True)
 {ending}
 """
-"""Code that acts as a daemon does: two forks and a session of its own."""
+"""Code that acts like a daemon: two forks and a session of its own."""
 
 LASTING = HIDING.replace('print("left behind", flush=True)', "").replace("{ending}", "time.sleep(60)")
-"""The same code without output, since printing would fail once nobody reads."""
+"""The same code without output, since printing would fail without a reader."""
 
 
 def marked(mark):
-    """The processes of this machine that bear the mark as an argument."""
+    """Return the processes of this machine that have the mark as an argument."""
     return [process for process in psutil.process_iter(["cmdline"]) if mark in (process.info["cmdline"] or [])]
 
 
@@ -99,7 +99,7 @@ async def test_a_killed_supervisor_takes_its_run_along_and_is_replaced(tool, mar
 
 
 async def test_a_supervisor_that_comes_late_finds_the_code_waiting(tool):
-    """On a busy machine a short program would be over before it is looked at."""
+    """On a busy machine a short program would otherwise end before it is measured."""
 
     def stop_and_go():
         (supervisor,) = [psutil.Process(supervisor.pid) for supervisor in tool._supervisors]

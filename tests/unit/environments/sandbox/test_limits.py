@@ -1,4 +1,4 @@
-"""The limits that the kernel enforces, read from inside, and those that the supervisor enforces where it does not."""
+"""The limits that the kernel enforces, read from inside, and those that the supervisor enforces instead."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sandbox(tried_tool):
 
 @pytest.fixture
 def limits_alone():
-    """A tool as it is where nothing can be isolated."""
+    """A tool as on a machine where nothing can be isolated."""
     tool = PythonTool(mechanisms=(), require_isolation=False, use_cgroups=False, memory_bytes=256 << 20)
     tool.probe()
     yield tool
@@ -103,7 +103,7 @@ async def test_every_mount_is_read_only_but_the_working_folder_of_limited_size(s
 
 
 def kernel_counts(tool):
-    """It does not for root, even where root is another user inside of its namespace; there the supervisor does."""
+    """Return True if the kernel counts processes; for root, even in a namespace, the supervisor does."""
     return tool.way.privileged or not IS_ROOT
 
 
@@ -118,7 +118,7 @@ async def test_the_kernel_refuses_a_run_more_processes_than_it_may_have(sandbox)
 
 
 async def test_runs_do_not_take_each_others_processes(sandbox):
-    """The kernel counts them by user."""
+    """The kernel counts processes by user."""
     sandbox.use_cgroups = False
     found = []
 
@@ -135,7 +135,8 @@ async def test_runs_do_not_take_each_others_processes(sandbox):
 
 
 async def test_without_a_limit_of_the_kernels_the_supervisor_counts_processes(limits_alone):
-    assert (await limits_alone.run(FORKS)).ended_by == "processes"
+    # It waits, for a busy machine may count its processes for the first time only after the last fork.
+    assert (await limits_alone.run(f"{FORKS}time.sleep(30)\n")).ended_by == "processes"
 
 
 async def test_the_supervisor_counts_memory_of_all_processes_together(limits_alone):
@@ -163,7 +164,7 @@ print("fine")
 
 
 async def test_the_supervisor_counts_the_time_of_all_processes_together(limits_alone):
-    """None of them reaches the kernel's limit, which is of each."""
+    """No process reaches the kernel's limit, which applies to each."""
     limits_alone.cpu_seconds, limits_alone.wall_seconds = 1, 60.0
     code = """
 import os, time
@@ -190,7 +191,7 @@ def groups():
 
 
 def in_group(groups, memory_bytes, processes, run):
-    """The exit code of a process that does `run` in a group with these limits; and whether memory ended it."""
+    """Return the exit code of a process that does `run` in a group with these limits, and whether memory ended it."""
     group = groups.make()
     try:
         group.limit(memory_bytes, processes)
@@ -223,7 +224,8 @@ def test_a_group_holds_its_processes_together(groups):
         return 99
 
     status, by_memory = in_group(groups, 64 << 20, 4, forks)
-    assert os.waitstatus_to_exitcode(status) == 3
+    # Four processes: this one and three that it forks; a kernel may count an exited one a moment longer.
+    assert os.waitstatus_to_exitcode(status) in (2, 3)
     assert not by_memory
 
 

@@ -1,0 +1,356 @@
+"""The diagnosis of a run: what it waits for, by rule, in words, and on which edge of the flow.
+
+The flow is environment -> inference -> broker -> trainer -> publish. `diagnose` is a pure function of `Facts`. The
+first rule that finds a stall gives the finding; the others that hold become notes. If nothing stalls, the finding
+names the slower side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Literal
+
+import msgspec
+
+from atropos_api.broker.facts import SILENT_SECONDS, Facts
+from atropos_api.wire.reports import OpenRollout
+
+EdgeName = Literal["environment-inference", "inference-broker", "broker-trainer", "trainer-publish"]
+Severity = Literal["blocked", "slow", "ok"]
+
+REQUESTS: Final = "environment-inference"
+GROUPS: Final = "inference-broker"
+BATCHES: Final = "broker-trainer"
+PUBLISHES: Final = "trainer-publish"
+
+IDLE_SECONDS: Final = 5.0
+HELD_SECONDS: Final = 5.0
+STRAGGLER_TIMES: Final = 3.0
+LEAST_STRAGGLER_SECONDS: Final = 2.0
+LONG_STEP_TIMES: Final = 3.0
+LEAST_LONG_STEP_SECONDS: Final = 5.0
+SLOW_SHARE: Final = 0.25
+
+
+class Finding(msgspec.Struct, kw_only=True):
+    """A finding: it says what the run waits for, and what may help."""
+
+    rule: str
+    severity: Severity
+    headline: str
+    edge: EdgeName | None = None
+    """The edge of the flow on which nothing moves, or less than elsewhere; None: no edge is to blame."""
+    detail: str = ""
+    advice: str = ""
+    seconds: float | None = None
+    """Time for which it has lasted, if that is known."""
+
+
+class Diagnosis(msgspec.Struct, kw_only=True):
+    """The finding to read first, and the others that hold."""
+
+    finding: Finding
+    notes: list[Finding]
+
+
+Rule = Callable[[Facts], Finding | None]
+
+
+def diagnose(facts: Facts) -> Diagnosis:
+    """Return what the run waits for."""
+    found = [finding for rule in RULES if (finding := rule(facts)) is not None]
+    blocked = [finding for finding in found if finding.severity == "blocked"]
+    slow = [finding for finding in found if finding.rule not in HARMLESS_UNLESS_WAITED_FOR]
+    first = (blocked or slow or [_flowing(facts)])[0]
+    return Diagnosis(finding=first, notes=[finding for finding in found if finding is not first])
+
+
+def _no_store(facts: Facts) -> Finding | None:
+    if facts.store_failure is None:
+        return None
+    return Finding(
+        rule="store",
+        edge=GROUPS,
+        severity="blocked",
+        headline="The broker's store takes no writes",
+        detail=facts.store_failure,
+        advice="free space on its disk; nothing that was acknowledged is lost",
+    )
+
+
+def _no_run(facts: Facts) -> Finding | None:
+    if facts.run is not None:
+        return None
+    if facts.finished:
+        return Finding(rule="finished", severity="ok", headline="The run is finished", detail="No other run is open.")
+    return Finding(
+        rule="no-run",
+        edge=BATCHES,
+        severity="blocked",
+        headline="No trainer has begun a run",
+        detail=f"Connected environments, which wait for one: {len(facts.connected)}.",
+        advice="start a trainer, atropos-grpo or atropos-grpo-run, with this broker's address",
+    )
+
+
+def _held(facts: Facts) -> Finding | None:
+    hold = facts.hold
+    if hold is None or hold.seconds < HELD_SECONDS:
+        return None
+    waits = facts.publish_wait_seconds is not None
+    who = f"An evaluation ({hold.reason})" if hold.reason else "An evaluation"
+    kept = "the policy" if hold.version is None else f"policy version {hold.version}"
+    waiting = f" The trainer has waited to publish for {_span(facts.publish_wait_seconds or 0.0)}." if waits else ""
+    return Finding(
+        rule="hold",
+        edge=PUBLISHES,
+        severity="blocked" if waits else "slow",
+        headline=f"{who} has held {kept} for {_span(hold.seconds)}"
+        + ("; the trainer waits to publish" if waits else ""),
+        detail=f"The hold ends in {_span(hold.left_seconds)} unless it is renewed.{waiting}",
+        advice="make evaluations smaller or rarer (--env.steps_per_eval), or end every hold: DELETE /v1/policy/hold",
+        seconds=facts.publish_wait_seconds if waits else hold.seconds,
+    )
+
+
+def _trainer_silent(facts: Facts) -> Finding | None:
+    quiet, limit = facts.trainer_quiet_seconds, facts.trainer_silence_limit_seconds
+    if quiet is None or quiet <= limit or facts.batch_wait_seconds is not None:
+        return None
+    return Finding(
+        rule="trainer-silent",
+        edge=BATCHES,
+        severity="blocked",
+        headline=f"The trainer has been silent for {_span(quiet)}",
+        detail=f"It was never silent for more than {_span(limit)}; its process may have ended or hang.",
+        advice="look at the trainer's log; start it again with --resume auto",
+        seconds=quiet,
+    )
+
+
+def _no_environment(facts: Facts) -> Finding | None:
+    if facts.run is None or not facts.waits_for_batch or facts.connected:
+        return None
+    known = len(facts.environments)
+    return Finding(
+        rule="no-environment",
+        edge=GROUPS,
+        severity="blocked",
+        headline="No environment is connected",
+        detail=f"{known} were, and have left or are silent." if known else "None has registered yet.",
+        advice="start an environment server: python my_env.py serve",
+        seconds=facts.batch_wait_seconds,
+    )
+
+
+def _servers_down(facts: Facts) -> Finding | None:
+    down = {url: one.name for one in facts.connected for url in one.unavailable}
+    if not down:
+        return None
+    return Finding(
+        rule="inference-down",
+        edge=REQUESTS,
+        severity="blocked" if facts.waits_for_batch else "slow",
+        headline=f"No inference server answers {', '.join(sorted(set(down.values())))}",
+        detail=f"Tried: {', '.join(sorted(down))}.",
+        advice="look at the server's log; a server without a policy answers again after the next publish",
+        seconds=facts.batch_wait_seconds,
+    )
+
+
+def _tool(facts: Facts) -> Finding | None:
+    """Inference has nothing to do although rollouts are open: those wait for something else."""
+    reporting = [one for one in facts.connected if one.open_rollouts]
+    waiting = [one for one in reporting if not one.open_requests and one.idle_seconds >= IDLE_SECONDS]
+    if not waiting or len(waiting) < len(reporting):
+        return None
+    count = sum(one.open_rollouts or 0 for one in waiting)
+    names = ", ".join(one.name for one in waiting)
+    oldest = max((slow for one in waiting for slow in one.slowest), key=lambda one: one.seconds, default=None)
+    return Finding(
+        rule="tool",
+        edge=REQUESTS,
+        severity="blocked" if facts.waits_for_batch else "slow",
+        headline=f"Inference is idle while {_count(count, 'rollout')} of {names} "
+        f"{'is' if count == 1 else 'are'} open: a tool, a sandbox or a reward holds them up",
+        detail=f"No request has been in progress for {_span(min(one.idle_seconds for one in waiting))}."
+        + (f" The oldest: {oldest.name}, for {_span(oldest.seconds)}. {_last_event(oldest)}" if oldest else ""),
+        advice="look at what the environment awaits between requests; --env.worker_timeout bounds a rollout",
+        seconds=min(one.idle_seconds for one in waiting),
+    )
+
+
+def _straggler(facts: Facts) -> Finding | None:
+    late = [
+        (slow.seconds / one.usual_seconds, one, slow)
+        for one in facts.connected
+        if one.usual_seconds
+        for slow in one.slowest
+        if slow.done < slow.wanted and slow.seconds > max(LEAST_STRAGGLER_SECONDS, STRAGGLER_TIMES * one.usual_seconds)
+    ]
+    if not late:
+        return None
+    times, one, slow = max(late, key=lambda entry: entry[0])
+    return Finding(
+        rule="straggler",
+        edge=GROUPS,
+        severity="blocked" if facts.waits_for_batch else "slow",
+        headline=f"A group of {one.name} lacks {slow.wanted - slow.done} of {slow.wanted} rollouts after "
+        f"{_span(slow.seconds)}: {slow.name}",
+        detail=f"19 of 20 groups take {_span(one.usual_seconds or 0.0)} at most, this one {times:.0f} times that. "
+        + _last_event(slow)
+        + (f" {len(late) - 1} more are late." if len(late) > 1 else ""),
+        advice="close groups without late rollouts (--env.late_members), bound a rollout with --env.worker_timeout, "
+        "or its answer with a smaller --env.max_token_length",
+        seconds=slow.seconds,
+    )
+
+
+def _dropped(facts: Facts) -> Finding | None:
+    dropping = [one for one in facts.connected if one.drops]
+    if not dropping or not facts.waits_for_batch:
+        return None
+    return Finding(
+        rule="dropped",
+        edge=GROUPS,
+        severity="blocked",
+        headline=f"{', '.join(one.name for one in dropping)}: groups are collected, but dropped before they are sent",
+        detail=" ".join(str(one.drops) for one in dropping),
+        advice="the text names the reason and an example; see the table of dropped groups",
+        seconds=facts.batch_wait_seconds,
+    )
+
+
+def _group_size(facts: Facts) -> Finding | None:
+    paused = [one for one in facts.connected if one.paused_because]
+    if not paused:
+        return None
+    return Finding(
+        rule="group-size",
+        edge=GROUPS,
+        severity="blocked" if facts.waits_for_batch else "slow",
+        headline=f"Groups of {', '.join(one.name for one in paused)} fit no batch",
+        detail=str(paused[0].paused_because),
+        advice="choose a group size that divides the batch size",
+        seconds=facts.batch_wait_seconds,
+    )
+
+
+def _minimum(facts: Facts) -> Finding | None:
+    if not facts.minimum_of or not facts.waits_for_batch:
+        return None
+    return Finding(
+        rule="minimum",
+        edge=GROUPS,
+        severity="blocked",
+        headline=f"Batch {facts.batch_number} waits for the minimum share of {', '.join(facts.minimum_of)}",
+        detail=f"{facts.queued_sequences} sequences are queued, too few of them from there.",
+        advice="lower --env.min_batch_allocation, or --min-allocation-wait of the broker",
+        seconds=facts.batch_wait_seconds,
+    )
+
+
+def _rollouts(facts: Facts) -> Finding | None:
+    """The trainer waits and too little is queued."""
+    if not facts.waits_for_batch:
+        return None
+    open_rollouts = sum(one.open_rollouts or 0 for one in facts.connected)
+    doing = f" {_count(open_rollouts, 'group')} {'is' if open_rollouts == 1 else 'are'} being collected."
+    silent = [one for one in facts.connected if one.quiet_seconds > SILENT_SECONDS]
+    said = f" Silent for over {_span(SILENT_SECONDS)}: {', '.join(one.name for one in silent)}." if silent else ""
+    evaluating = [one.name for one in facts.connected if one.evaluating]
+    said += f" Evaluating: {', '.join(evaluating)}." if evaluating else ""
+    return Finding(
+        rule="rollouts",
+        edge=GROUPS,
+        severity="blocked",
+        headline=f"The trainer waits for rollouts: {facts.outstanding} of {facts.batch_size} {facts.unit} are queued",
+        detail=f"Batch {facts.batch_number} has been waited for for {_span(facts.batch_wait_seconds or 0.0)}."
+        + (doing if any(one.open_rollouts is not None for one in facts.connected) else "")
+        + said,
+        advice="give inference more: more servers, more rollouts at once (--env.max_num_workers), shorter answers",
+        seconds=facts.batch_wait_seconds,
+    )
+
+
+def _trainer(facts: Facts) -> Finding | None:
+    """As much is queued as may be, and the trainer asks for nothing."""
+    full = facts.limit > 0 and facts.outstanding >= facts.limit
+    if facts.run is None or not full or facts.batch_wait_seconds is not None:
+        return None
+    usual, busy = facts.step_seconds, facts.busy_seconds
+    long = busy is not None and busy > max(LEAST_LONG_STEP_SECONDS, LONG_STEP_TIMES * (usual or 0.0))
+    phase = max(facts.phases, key=lambda name: facts.phases[name], default=None)
+    doing = "" if phase is None else f" In progress: {phase}, for {_span(facts.phases[phase])}."
+    usually = f" A step usually takes {_span(usual)}." if usual else ""
+    return Finding(
+        rule="trainer",
+        edge=BATCHES,
+        severity="blocked" if long else "slow",
+        headline="The trainer is the slower side: the queue is at its budget and environments are held"
+        + (f"; it took its last batch {_span(busy)} ago" if long and busy is not None else ""),
+        detail=f"{facts.outstanding} of {facts.limit} {facts.unit} are queued or in batches.{doing}{usually}",
+        advice="a larger trainer, a larger token budget, or fewer inference resources: rollouts are not what is short",
+        seconds=busy,
+    )
+
+
+RULES: Final[Sequence[Rule]] = (
+    _no_store,
+    _no_run,
+    _held,
+    _trainer_silent,
+    _no_environment,
+    _servers_down,
+    _group_size,
+    _tool,
+    _straggler,
+    _dropped,
+    _minimum,
+    _rollouts,
+    _trainer,
+)
+
+
+HARMLESS_UNLESS_WAITED_FOR: Final = frozenset({"tool", "straggler"})
+"""Rules whose findings stay notes while the trainer has enough to train."""
+
+
+def _flowing(facts: Facts) -> Finding:
+    """Return the finding of a run in which nothing stalls: the side that the other waits for most."""
+    if facts.fetch_share > max(SLOW_SHARE, facts.sync_share):
+        return Finding(
+            rule="rollouts-slower",
+            edge=GROUPS,
+            severity="slow",
+            headline=f"Running; rollouts are the slower side: the trainer waits for them {facts.fetch_share:.0%} "
+            "of each step",
+            advice="more inference servers or more rollouts at once would shorten a step",
+        )
+    if facts.sync_share > SLOW_SHARE:
+        return Finding(
+            rule="publish-slower",
+            edge=PUBLISHES,
+            severity="slow",
+            headline=f"Running; the trainer waits for publishing {facts.sync_share:.0%} of each step",
+            advice="--overlap-publish true, a smaller --drain-seconds, or fewer publishes",
+        )
+    return Finding(rule="flowing", severity="ok", headline="Running; nothing waits")
+
+
+def _last_event(slow: OpenRollout) -> str:
+    return f"Last event {_span(slow.last_event_seconds)} ago: {slow.last_event}." if slow.last_event else ""
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _span(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 180:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

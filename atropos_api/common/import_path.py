@@ -1,0 +1,38 @@
+"""Import of a user's own module by its name; the working directory is searched last, as with `python -m`.
+
+A console script does not search it, so that a file beside the run file would not be found.
+It is a file of its own, apart from the options, because rewards, losses and optimizers are found by it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+
+def import_own(module: str) -> ModuleType:
+    """Import a module; the working directory is searched after all other places. Raises what the module raises."""
+    with searched(Path.cwd()):
+        return importlib.import_module(module)
+
+
+@contextmanager
+def searched(folder: Path) -> Iterator[None]:
+    """Let imports search a folder too, after all other places, unless it is among them already.
+
+    A module may change the list of places while it is loaded: what it adds stays where it is.
+    """
+    place = str(folder)
+    if place in sys.path:
+        yield
+        return
+    sys.path.append(place)
+    try:
+        yield
+    finally:
+        if place in sys.path:
+            del sys.path[len(sys.path) - 1 - sys.path[::-1].index(place)]

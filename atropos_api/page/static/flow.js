@@ -1,0 +1,144 @@
+// The first screen: the flow from environments to published weights, what the run waits for in words, and the edge.
+
+import { fill, h, setText, visible } from "./dom.js";
+import { count, number, rate, span } from "./format.js";
+
+const EDGES = ["environment-inference", "inference-broker", "broker-trainer", "trainer-publish"];
+const STATES = { blocked: "blocked", slow: "slower side", ok: "moving" };
+
+/** Build the view; return a function that shows a status. */
+export function makeFlow(container) {
+  const verdict = h("section", { class: "verdict", "aria-labelledby": "verdict" },
+    h("p", { class: "kicker" }), h("h2", { id: "verdict" }), h("p", { class: "detail" }), h("p", { class: "advice" }));
+  const chain = h("ol", { class: "chain", "aria-label": "Flow from environments to published weights" });
+  const notes = h("ul", { class: "notes", "aria-label": "Also seen" });
+  fill(container, verdict, chain, notes);
+  return (status) => {
+    showVerdict(verdict, status.flow.diagnosis.finding);
+    showChain(chain, status);
+    fill(notes, status.flow.diagnosis.notes.map((note) => h("li", {}, badge(note.severity), visible(note.headline), note.advice ? h("span", { class: "note" }, ` ${visible(note.advice)}`) : null)));
+    notes.hidden = status.flow.diagnosis.notes.length === 0;
+  };
+}
+
+function badge(severity) {
+  return h("span", { class: `badge ${severity}` }, severity === "ok" ? "well" : STATES[severity]);
+}
+
+function showVerdict(section, finding) {
+  const [kicker, headline, detail, advice] = section.children;
+  section.dataset.severity = finding.severity;
+  section.dataset.rule = finding.rule;
+  section.dataset.edge = finding.edge || "";
+  fill(kicker, badge(finding.severity), finding.edge ? ` on ${finding.edge.replace("-", " → ")}` : "", finding.seconds ? ` for ${span(finding.seconds)}` : "");
+  setText(headline, visible(finding.headline));
+  setText(detail, visible(finding.detail));
+  setText(advice, finding.advice ? `What may help: ${visible(finding.advice)}` : "");
+}
+
+function showChain(chain, status) {
+  const finding = status.flow.diagnosis.finding;
+  const stages = [environments(status), inference(status), broker(status), trainer(status), publish(status)];
+  const rates = edgeRates(status);
+  fill(chain, stages.flatMap((stage, index) => [
+    h("li", { class: "stage" }, h("h3", {}, stage.title), h("p", { class: "big" }, stage.big), stage.lines.filter(Boolean).map((line) => h("p", { class: "line" }, line))),
+    index < EDGES.length ? edge(EDGES[index], rates[index], finding) : null,
+  ]));
+}
+
+function edge(name, rates, finding) {
+  const state = finding.edge === name ? finding.severity : "ok";
+  const words = state === "ok" ? null : h("span", { class: "edge-state" }, state === "blocked" ? "▮▮ blocked here" : "◔ slower side");
+  return h("li", { class: `edge ${state}`, "data-edge": name, "aria-label": `${name.replace("-", " to ")}: ${rates.join(", ")}${state === "ok" ? "" : `, ${STATES[state]}`}` },
+    h("span", { class: "rates" }, rates.map((text) => h("span", {}, text))), h("span", { class: "arrow", "aria-hidden": "true" }), words);
+}
+
+function edgeRates(status) {
+  const rates = status.flow.rates;
+  const of = (name, unit) => rate(rates ? rates[name] : null, unit);
+  return [
+    [of("requests", "requests")],
+    [of("groups", "groups"), of("tokens", "tokens")],
+    [of("batches", "batches")],
+    [of("publishes", "publishes")],
+  ];
+}
+
+function environments(status) {
+  const connected = status.environments.filter((one) => one.connected);
+  const reporting = connected.filter((one) => one.activity);
+  const open = reporting.reduce((sum, one) => sum + one.activity.open_rollouts, 0);
+  return {
+    title: "Environments",
+    big: `${connected.length}`,
+    lines: [
+      connected.length === 1 ? visible(connected[0].name) : "connected",
+      reporting.length ? `${count(open)} groups in collection` : null,
+      reporting.some((one) => one.activity.evaluating) ? "evaluating" : null,
+    ],
+  };
+}
+
+function inference(status) {
+  const reporting = status.environments.filter((one) => one.connected && one.activity);
+  const servers = new Map(reporting.flatMap((one) => one.activity.servers.map((server) => [server.url, server])));
+  const open = reporting.reduce((sum, one) => sum + one.activity.open_requests, 0);
+  const idle = Math.min(...reporting.map((one) => one.activity.idle_seconds));
+  return {
+    title: "Inference",
+    big: reporting.length ? `${count(open)}` : "–",
+    lines: [
+      reporting.length ? "requests in progress" : "no environment reports on it",
+      servers.size ? `${servers.size} ${servers.size === 1 ? "server" : "servers"}` : null,
+      reporting.length && open === 0 && idle >= 1 ? `idle for ${span(idle)}` : null,
+    ],
+  };
+}
+
+function broker(status) {
+  const { outstanding, limit } = status.flow;
+  const unit = status.run ? status.run.unit : "sequences";
+  return {
+    title: "Broker",
+    big: limit ? `${count(outstanding)} / ${count(limit)}` : count(status.queue.sequences),
+    lines: [
+      limit ? `${unit} queued or in batches` : "sequences queued",
+      status.queue.oldest_age_seconds !== null ? `the oldest ${span(status.queue.oldest_age_seconds)}` : null,
+      limit ? meter(outstanding / limit) : null,
+    ],
+  };
+}
+
+function meter(share) {
+  return h("meter", { min: "0", max: "1", value: String(Math.min(1, share)), "aria-label": "Queue against its budget" }, `${Math.round(100 * share)} %`);
+}
+
+function trainer(status) {
+  const run = status.run;
+  if (!run) return { title: "Trainer", big: "–", lines: ["no run"] };
+  const report = status.trainers.find((one) => one.run_id === run.run_id);
+  const phases = report ? Object.entries(report.phases).sort((a, b) => b[1] - a[1]) : [];
+  const of = run.num_steps ? ` / ${count(run.num_steps)}` : "";
+  return {
+    title: "Trainer",
+    big: `${count(run.current_step)}${of}`,
+    lines: [
+      "steps",
+      run.state !== "open" ? run.state : phases.length ? phases.map(([name, seconds]) => `${name} ${span(seconds)}`).join(", ") : null,
+      run.num_steps ? h("progress", { max: String(run.num_steps), value: String(Math.min(run.current_step, run.num_steps)), "aria-label": "Steps trained" }) : null,
+    ],
+  };
+}
+
+function publish(status) {
+  const run = status.run;
+  const held = run ? run.holds[0] : null;
+  return {
+    title: "Policy",
+    big: run && run.policy_version !== null ? `v${number(run.policy_version)}` : "–",
+    lines: [
+      run && run.published_at ? `published ${span(status.time - run.published_at)} ago` : "not published yet",
+      held ? `held for ${span(held.held_seconds)}: ${visible(held.reason || "evaluation")}` : null,
+    ],
+  };
+}

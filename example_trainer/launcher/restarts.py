@@ -1,0 +1,158 @@
+"""Restarts of a run's programs: which failures a restart can mend, how often, and after which pause.
+
+A program that was killed, or whose failure may be a chance, is started again after a pause that doubles. A run ends at
+the first failure that a restart cannot mend: a refused configuration, a failure before the program was ever ready, a
+lack of memory, or the same error three times in a row. Each program has a budget of its own, counted in a window of
+time, so that a run of days may lose a server now and then, and a program that always fails ends its run in a minute.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from example_trainer.launcher.supervisor import EXPLAINED_IN_ONE_LINE, FAILURE_GRACE_SECONDS, Supervisor, describe_end
+from example_trainer.processes.child import Child, ChildSpec, reason
+
+SAME_FAILURES = 3
+FIRST_PAUSE_SECONDS = 0.25
+LONGEST_PAUSE_SECONDS = 30.0
+_LACKS_MEMORY = re.compile(
+    r"OutOfMemoryError|out of memory|\bMemoryError\b|No available memory for the cache blocks", re.IGNORECASE
+)
+_SIGNALS_OF_CHANCE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals that come from outside: they say nothing about the program."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestartBudget:
+    """The number of restarts that each program has within a window of time."""
+
+    restarts: int
+    window_seconds: float
+
+
+@dataclass(kw_only=True, slots=True)
+class _History:
+    """The failures of one program."""
+
+    failed_at: deque[float] = field(default_factory=deque)
+    """Times of the failures within the window."""
+    error: str = ""
+    """The error line of the last failure; empty if it had none."""
+    equal: int = 0
+    """Number of failures in a row with that error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pending:
+    spec: ChildSpec
+    restarted: int
+    due_at: float
+
+
+class Restarts:
+    """Decides for each failed program of a supervisor if it is started again, and when."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        budget: RestartBudget,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        kernel_kills: Callable[[], int] | None = None,
+    ) -> None:
+        """`kernel_kills` counts the processes that this machine's kernel has ended for lack of memory so far."""
+        self._supervisor = supervisor
+        self._budget = budget
+        self._clock = clock
+        self._kernel_kills = kernel_kills or count_kernel_kills
+        self._killed_before = self._kernel_kills()
+        self._histories: dict[str, _History] = {}
+        self._pending: dict[str, _Pending] = {}
+
+    def __contains__(self, name: str) -> bool:
+        """True for a program that has failed and will be started again after its pause."""
+        return name in self._pending
+
+    def note_failures(self, never_ready: Collection[str]) -> list[str]:
+        """End what is left of each failed program and plan its restart; return a line for each.
+
+        Raises `ChildFailed` if a restart cannot mend one of the failures. `never_ready` names the programs that have
+        not been ready yet: if one of these exits by itself, its settings do not work.
+        """
+        failed = self._supervisor.failed()
+        lines = []
+        for child in failed:
+            final = self._final_cause(child, never_ready)
+            if final is not None:
+                raise self._supervisor.failure(failed, note=final)
+            lines.append(self._plan_restart(child))
+        return lines
+
+    def due(self) -> list[tuple[ChildSpec, int]]:
+        """Return the programs whose pause has ended, each with its number of restarts so far; each is returned once."""
+        now = self._clock()
+        due = [pending for pending in self._pending.values() if pending.due_at <= now]
+        for pending in due:
+            del self._pending[pending.spec.name]
+        return [(pending.spec, pending.restarted) for pending in due]
+
+    def _final_cause(self, child: Child, never_ready: Collection[str]) -> str | None:
+        """Note the failure; return the reason why no restart can mend it, "" if its log says so; None if one can."""
+        code = child.exit_code
+        if not child.spec.may_restart or code in EXPLAINED_IN_ONE_LINE:
+            return child.spec.why_final
+        killed = code is None or code < 0
+        if child.name in never_ready and not killed:
+            return "it has never been ready, so its settings do not work here"
+        if code == -signal.SIGKILL and self._kernel_kills() > self._killed_before:
+            return "the kernel has ended a process for lack of memory; see dmesg, and give the run more or ask for less"
+        lines = child.last_lines()
+        if not killed and any(_LACKS_MEMORY.search(line) for line in lines):
+            return "it lacks memory; `atropos doctor --memory` tells what fits"
+        by_chance = code is None or -code in _SIGNALS_OF_CHANCE
+        return self._note(child, error="" if by_chance else f"{code} {reason(lines) or ''.join(lines[-1:])}")
+
+    def _note(self, child: Child, error: str) -> str | None:
+        """Record a failure in the program's history; return the reason if it was one too many."""
+        history, now = self._histories.setdefault(child.name, _History()), self._clock()
+        while history.failed_at and now - history.failed_at[0] > self._budget.window_seconds:
+            history.failed_at.popleft()
+        history.equal = history.equal + 1 if error and history.failed_at and error == history.error else 1
+        history.error = error
+        history.failed_at.append(now)
+        if history.equal >= SAME_FAILURES:
+            return f"the same error {SAME_FAILURES} times in a row"
+        if len(history.failed_at) > self._budget.restarts:
+            return (
+                f"it has failed {len(history.failed_at)} times within {self._budget.window_seconds:.0f} s, and "
+                f"--max-restarts is {self._budget.restarts}"
+            )
+        return None
+
+    def _plan_restart(self, child: Child) -> str:
+        number = len(self._histories[child.name].failed_at)
+        pause_seconds = min(FIRST_PAUSE_SECONDS * 2 ** (number - 1), LONGEST_PAUSE_SECONDS)
+        line = (
+            f"{child.name} {describe_end(child)}; restart {number} of {self._budget.restarts} within "
+            f"{self._budget.window_seconds:.0f} s"
+        )
+        self._supervisor.stop(child.name, grace_seconds=FAILURE_GRACE_SECONDS)
+        due_at = self._clock() + pause_seconds
+        self._pending[child.name] = _Pending(spec=child.spec, restarted=child.restarted + 1, due_at=due_at)
+        return line
+
+
+def count_kernel_kills(path: Path = Path("/proc/vmstat")) -> int:
+    """Return the number of processes that the kernel has ended for lack of memory since it started; 0 if unknown."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

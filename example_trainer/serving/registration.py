@@ -1,0 +1,252 @@
+"""The registration of this server at a broker: it keeps a lease, and decides if requests for tokens may be answered.
+
+The broker lists the server for environments and trainers. Only while the broker says `serving` and the lease has not
+ended does the server answer requests; before that only a trainer's, which carry the bridge token and prove that it has
+the policy's weights. The lease is counted from before each renewal by a clock that goes on while the process is
+stopped, so it ends here before it ends at the broker, and a server that was stopped notices before it answers. A lease
+that has ended is given up for a new one, under which the server joins again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from atropos_api.client import BrokerClient, BrokerHostUnknown, BrokerRefused, BrokerUnreachable
+from atropos_api.common.errors import AtroposError
+from atropos_api.common.secrets import TokenSource
+from atropos_api.wire import ServerLease, ServerReport
+from example_trainer.errors import CannotServe
+from example_trainer.serving import problems
+from example_trainer.serving.config import RegistrationIdentity
+
+logger = logging.getLogger(__name__)
+
+RENEWED_SHARE = 0.4
+"""The part of a lease after which it is renewed: one renewal may be lost."""
+
+LOST_SHARE = 0.3
+"""The part of a lease after which an answer counts as lost; a second at least."""
+
+RETRY_SECONDS = 0.5
+LEAVE_SECONDS = 1.0
+PATIENCE_SECONDS = 20.0
+"""Silence of the engine after which the lease is not renewed any more: nobody could get tokens here."""
+
+_REFUSED_FOR_GOOD = frozenset({401, 403, 404, 422})
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Broker(Protocol):
+    """The calls that the registration makes."""
+
+    async def renew_server(
+        self, server_id: str, report: ServerReport, *, state: str | None = None, wait_seconds: float = 0.0
+    ) -> ServerLease: ...
+
+    async def remove_server(self, server_id: str, *, lease_id: str | None = None) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """The state of the server that it reports with each renewal."""
+
+    version: int | None = None
+    running: int = 0
+    waiting: int = 0
+    kv_free: float | None = None
+
+
+def announce_start(broker_url: str, identity: RegistrationIdentity, token: TokenSource) -> None:
+    """Register the server as one that loads its model; a broker that does not answer is told later.
+
+    Raise `CannotServe` for a broker that cannot exist or does not accept the token.
+    """
+    report = ServerReport(
+        lease_id=identity.first_lease_id,
+        boot_id=identity.boot_id,
+        mode=identity.mode,
+        policy=identity.policy,
+        url=identity.url,
+        scheme=identity.scheme,
+        port=identity.port,
+        ready=False,
+    )
+    with BrokerClient(broker_url, token=token, timeout_seconds=LEAVE_SECONDS, retry_seconds=0.0) as broker:
+        try:
+            broker.renew_server(identity.server_id, report)
+        except BrokerHostUnknown as error:
+            raise CannotServe(f"--broker-url {broker_url}: {error}") from error
+        except BrokerUnreachable as error:
+            logger.info("%s; the server registers once it has loaded", error)
+        except BrokerRefused as error:
+            if error.status in _REFUSED_FOR_GOOD:
+                raise CannotServe(f"--broker-url {broker_url}: {error}") from error
+            logger.warning("%s", error)
+
+
+def withdraw(broker_url: str, identity: RegistrationIdentity, token: TokenSource) -> None:
+    """End the first lease if it is the present one still, as that of a server that did not start; never raises."""
+    client = BrokerClient(broker_url, token=token, timeout_seconds=LEAVE_SECONDS, retry_seconds=0.0)
+    with client as broker, suppress(AtroposError):
+        broker.remove_server(identity.server_id, lease_id=identity.first_lease_id)
+
+
+class Registration:
+    """One server's registration, as long as its process serves."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        identity: RegistrationIdentity,
+        look: Callable[[], Awaitable[Load]],
+        *,
+        is_trainer: Callable[[Headers], bool] = lambda _: False,
+        on_drain: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Keep the arguments: `look` asks the engine, and `on_drain` is called once if the broker says to drain."""
+        self.identity = identity
+        self.state: str | None = None
+        """The state as the broker said last; None before it has said anything of the present lease."""
+        self.lease_id = identity.first_lease_id
+        self._broker = broker
+        self._look = look
+        self._is_trainer = is_trainer
+        self._on_drain = on_drain
+        self._clock = clock
+        self._lease_ends = -math.inf
+        self._lease_seconds = 0.0
+        self._draining = False
+        self._load = Load()
+        self._looking: asyncio.Task[Load] | None = None
+        self._engine_answered_at = clock()
+        self._failure = ""
+
+    def check(self) -> None:
+        """Raise the refusal of a request for tokens, if it may not be answered now."""
+        if self._clock() >= self._lease_ends:
+            raise problems.no_lease(self.identity.server_id)
+        if self.state == "draining":
+            raise problems.draining()
+        if self.state != "serving":
+            raise problems.joining(self.identity.policy)
+
+    def check_unless_trainer(self, headers: Headers) -> None:
+        """Do `check` for a request with these headers, unless a trainer sends it."""
+        if not self._is_trainer(headers):
+            self.check()
+
+    def describe(self) -> dict[str, str | None]:
+        return {"server_id": self.identity.server_id, "state": self.state, "lease_id": self.lease_id}
+
+    async def run(self) -> None:
+        """Renew the lease for ever."""
+        while True:
+            pause_seconds = await self.renew()
+            await asyncio.sleep(pause_seconds)
+
+    async def renew(self) -> float:
+        """Make one renewal, which waits for a change of the server's state; return the pause before the next one."""
+        if self.state is not None and self._clock() >= self._lease_ends:
+            self._take_new_lease("no renewal reached the broker in time")
+        if not await self._engine_answers():
+            return self._note_failure(f"vLLM's engine has not answered for {PATIENCE_SECONDS:g} s")
+        sent = self._clock()
+        wait_seconds = RENEWED_SHARE * self._lease_seconds if self.state is not None else 0.0
+        try:
+            async with asyncio.timeout(wait_seconds + max(1.0, LOST_SHARE * self._lease_seconds)):
+                lease = await self._broker.renew_server(
+                    self.identity.server_id, self._report(), state=self.state, wait_seconds=wait_seconds
+                )
+        except TimeoutError:
+            return self._note_failure("the broker does not answer")
+        except BrokerUnreachable as error:
+            return self._note_failure(str(error))
+        except BrokerRefused as error:
+            if error.kind == "lease-ended":
+                return self._take_new_lease(str(error))
+            return self._note_failure(str(error))
+        self._adopt(lease, sent)
+        return 0.0
+
+    async def drain(self) -> None:
+        """Tell the broker that the server ends, so that nobody sends it a request; an unreachable broker is ignored."""
+        self._draining = True
+        with suppress(TimeoutError, BrokerUnreachable, BrokerRefused):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await self._broker.renew_server(self.identity.server_id, self._report())
+
+    async def leave(self) -> None:
+        """End the lease; an unreachable broker is ignored."""
+        self._lease_ends = -math.inf
+        with suppress(TimeoutError, BrokerUnreachable, BrokerRefused):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await self._broker.remove_server(self.identity.server_id, lease_id=self.lease_id)
+
+    def _adopt(self, lease: ServerLease, sent: float) -> None:
+        self._failure = ""
+        if lease.state == "gone":
+            self._take_new_lease("the broker removed the server")
+            return
+        self._lease_seconds, self._lease_ends = lease.lease_seconds, sent + lease.lease_seconds
+        if lease.state != self.state:
+            logger.info(
+                "server %s of the policy %s at the broker: %s",
+                self.identity.server_id,
+                self.identity.policy,
+                lease.state,
+            )
+            self.state = lease.state
+            if lease.state == "draining" and not self._draining:
+                self._draining = True
+                self._on_drain()
+
+    def _take_new_lease(self, reason: str) -> float:
+        logger.warning("the server has no lease any more (%s); it joins again", reason)
+        self.lease_id = secrets.token_hex(8)
+        self.state, self._lease_ends = None, -math.inf
+        return 0.0
+
+    def _note_failure(self, failure: str) -> float:
+        if failure != self._failure:
+            logger.warning("the lease is not renewed: %s", failure)
+            self._failure = failure
+        return RETRY_SECONDS
+
+    async def _engine_answers(self) -> bool:
+        """Ask the engine for its load; return False if it has not answered for long. A slow answer delays nothing."""
+        if self._looking is None:
+            self._looking = asyncio.ensure_future(self._look())
+        await asyncio.wait({self._looking}, timeout=RETRY_SECONDS)
+        if self._looking.done():
+            looking, self._looking = self._looking, None
+            if looking.exception() is None:
+                self._load = looking.result()
+                self._engine_answered_at = self._clock()
+        return self._clock() - self._engine_answered_at < PATIENCE_SECONDS
+
+    def _report(self) -> ServerReport:
+        identity, load = self.identity, self._load
+        return ServerReport(
+            lease_id=self.lease_id,
+            boot_id=identity.boot_id,
+            mode=identity.mode,
+            policy=identity.policy,
+            url=identity.url,
+            scheme=identity.scheme,
+            port=identity.port,
+            draining=self._draining,
+            version=load.version,
+            running=load.running,
+            waiting=load.waiting,
+            kv_free=load.kv_free,
+        )

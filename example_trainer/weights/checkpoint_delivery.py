@@ -1,0 +1,120 @@
+"""The delivery of whole checkpoints: each server reads one into its weights, from a shared disk or by a download.
+
+A version is written once, and stays on the disk until the next one is there, for servers that join meanwhile. Servers
+read it independently of each other, each under its own fence.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from example_trainer.errors import CannotShare, ServerUnavailable, TrainerError
+from example_trainer.modeling.loading import policy_options
+from example_trainer.options.training_options import TrainingOptions
+from example_trainer.weight_protocol.checkpoint_files import CheckpointSource, describe
+from example_trainer.weight_protocol.client import ServerInfo
+from example_trainer.weights.base import PublishReport
+from example_trainer.weights.checkpoint_server import CheckpointServer
+from example_trainer.weights.delivery import Delivered, Proof, serves
+from example_trainer.weights.members import Member, MemberCalls, look
+from example_trainer.weights.served_model import whole_policy, write_served_checkpoint
+
+if TYPE_CHECKING:
+    from example_trainer.modeling.policy import Policy
+
+LEAST_LIMIT_SECONDS = 60.0
+SLOWEST_BYTES_PER_SECOND = 50e6
+"""Rate below which a server that downloads or reads a checkpoint is given up."""
+
+
+class CheckpointDelivery:
+    """Implements `WeightDelivery` by checkpoints that running servers read."""
+
+    def __init__(self, config: TrainingOptions, calls: MemberCalls) -> None:
+        self._options = policy_options(config)
+        self._weights_dir = config.required_run_dir / "served"
+        self._calls = calls
+        self._drain_seconds = config.drain_seconds
+        self._policy: Policy | None = None
+        self._server: CheckpointServer | None = None
+        self._offered: tuple[int, CheckpointSource] | None = None
+        """The version that is on the disk, and its files."""
+
+    def attach(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def examine(self, info: ServerInfo, url: str) -> None:
+        if info.lora or info.sharing:
+            what = "serves adapters" if info.lora else "shares its weights"
+            raise CannotShare(
+                f"the vLLM server at {url} {what} and cannot load a checkpoint: start it without "
+                f"{'--enable-lora' if info.lora else '--share-weights'}, or train with --weight-bridge-mode lora_only"
+            )
+
+    def deliver(self, members: Sequence[Member], version: int, *, limit_seconds: float) -> Delivered:
+        source = self._offer(version)
+        size_bytes = sum(file.size_bytes for file in source.files)
+        limit_seconds = max(limit_seconds, LEAST_LIMIT_SECONDS, size_bytes / SLOWEST_BYTES_PER_SECOND)
+        delivered = Delivered([member for member in members if serves(member.info, version)])
+
+        def load(member: Member) -> float:
+            member.client.patience_seconds = limit_seconds + self._drain_seconds
+            try:
+                answer = member.client.reload(
+                    self._directory(version), version, drain_seconds=self._drain_seconds, source=source
+                )
+            except ServerUnavailable:
+                if not serves(look(member), version):
+                    raise
+                return 0.0  # the answer was lost
+            return float(answer["fence_seconds"])
+
+        outdated = [member for member in members if member not in delivered.served]
+        for member, answer in self._calls.each(outdated, load).items():
+            if isinstance(answer, TrainerError):
+                delivered.lost[member] = answer
+            else:
+                delivered.served.append(member)
+                delivered.cost.fence_seconds = max(delivered.cost.fence_seconds, answer)
+        return delivered
+
+    def check(self, member: Member, version: int) -> None:
+        """Do nothing: a downloaded file has its checksum, and the logprobs are compared."""
+
+    def proof(self) -> Proof:
+        assert self._policy is not None
+        assert self._offered is not None
+        return Proof(whole_policy(self._policy, self._options, self._directory(self._offered[0])))
+
+    def should_publish(self, steps_since_publish: int) -> bool:
+        return steps_since_publish > 0
+
+    def note(self, report: PublishReport) -> None:
+        """Do nothing: publishes are spaced by `--vllm-restart-interval`."""
+
+    def close(self, members: Sequence[Member]) -> None:  # noqa: ARG002 - servers keep nothing of a publish
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _offer(self, version: int) -> CheckpointSource:
+        """Have the weights on the disk under this version; return their files."""
+        if self._offered is None or self._offered[0] != version:
+            assert self._policy is not None
+            directory = write_served_checkpoint(self._policy, self._directory(version))
+            if self._server is None:
+                self._server = CheckpointServer()
+            self._offered = version, self._server.offer(directory, describe(directory))
+            self._remove_all_but(directory)
+        return self._offered[1]
+
+    def _directory(self, version: int) -> Path:
+        return self._weights_dir / f"policy-v{version}"
+
+    def _remove_all_but(self, kept: Path) -> None:
+        for path in (*self._weights_dir.glob("policy-v*"), *self._weights_dir.glob(".policy-v*.part")):
+            if path != kept:
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,167 @@
+"""Items of an environment's data are leased, come back when their process is followed by another, and are counted."""
+
+import pytest
+
+from atropos_api.errors import InvalidRequest, UnknownEnvironment, UnknownRun
+from atropos_api.wire import ItemRequest
+
+
+@pytest.fixture
+def env(broker):
+    broker.begin()
+    return broker.register()
+
+
+def lease(broker, env, count=2, *, process="first", call=1, **settled):
+    return broker.inner.lease_items(env, ItemRequest(process=process, call=call, count=count, **settled)).items
+
+
+def items_of(broker, env):
+    return broker.inner.state.environments.get(env).items
+
+
+def outcomes_of(broker, env):
+    return broker.inner.state.environments.get(env).outcomes.groups
+
+
+def test_numbers_count_from_zero_and_each_is_leased_once(broker, env):
+    assert lease(broker, env, 3) == [0, 1, 2]
+    assert lease(broker, env, 2, call=2) == [3, 4]
+
+
+def test_a_repeated_call_gets_the_same_items_and_counts_nothing_twice(broker, env):
+    lease(broker, env, 3)
+    asked = {"finished": [0, 1], "dropped": {"equal-scores": [2]}, "sampled_sequences": 12, "sampled_tokens": 50}
+    assert lease(broker, env, 2, call=2, **asked) == lease(broker, env, 2, call=2, **asked) == [3, 4]
+    items = items_of(broker, env)
+    assert (items.finished, items.dropped, items.sampled_sequences, items.sampled_tokens) == (
+        2,
+        {"equal-scores": 1},
+        12,
+        50,
+    )
+
+
+def test_a_call_before_the_last_one_is_refused(broker, env):
+    for call in (1, 2):
+        lease(broker, env, call=call)
+    with pytest.raises(InvalidRequest, match="call 1 is over, the last one was 2"):
+        lease(broker, env, call=1)
+
+
+def test_what_a_killed_process_left_is_leased_first_and_nothing_else_of_it(broker, env):
+    lease(broker, env, 4)
+    lease(broker, env, 0, call=2, finished=[1], dropped={"timed-out": [2]})
+    assert lease(broker, env, 4, process="second") == [0, 3, 4, 5]
+
+
+def test_leases_survive_the_broker(broker, env):
+    lease(broker, env, 4)
+    lease(broker, env, 0, call=2, finished=[1])
+    broker.restart()
+    assert lease(broker, env, 0, call=2, finished=[1]) == []
+    assert items_of(broker, env).finished == 1
+    assert lease(broker, env, 4, process="second") == [0, 2, 3, 4]
+
+
+def test_a_number_that_is_not_leased_to_the_process_counts_nothing(broker, env):
+    lease(broker, env, 2)
+    lease(broker, env, 0, call=2, finished=[0, 0, 1, 7], dropped={"failed": [0, 9]})
+    assert (items_of(broker, env).finished, items_of(broker, env).dropped) == (2, {})
+
+
+def test_no_number_at_the_limit_or_above_is_leased(broker, env):
+    assert lease(broker, env, 5, limit=3) == [0, 1, 2]
+    assert lease(broker, env, 5, call=2, limit=3) == []
+    assert lease(broker, env, 5, process="second", limit=3) == [0, 1, 2]
+
+
+def test_each_run_begins_with_item_0_and_a_resumed_one_goes_on(broker, env):
+    lease(broker, env, 3)
+    broker.begin(resume=True)
+    assert lease(broker, env, 1, call=2) == [3]
+    broker.begin(name="another")
+    assert lease(broker, env, 2, call=3) == [0, 1]
+
+
+def test_a_restarted_environment_keeps_its_items(broker, env):
+    lease(broker, env, 3)
+    assert broker.register() == env
+    assert lease(broker, env, 2, process="second") == [0, 1]
+
+
+def test_without_a_run_none_are_leased_and_after_its_end_they_are_still_settled(broker):
+    env = broker.register()
+    assert lease(broker, env) == []
+    info = broker.begin()
+    lease(broker, env, 2)
+    broker.inner.finish_run(info.run_id, epoch=info.epoch)
+    assert lease(broker, env, 2, call=2, finished=[0]) == []
+    assert items_of(broker, env).finished == 1
+
+
+def test_an_unknown_environment_is_named(broker):
+    with pytest.raises(UnknownEnvironment, match="no environment has the id 7"):
+        lease(broker, 7)
+
+
+def test_groups_of_committed_batches_are_counted_as_trained_over_a_restart(broker, env):
+    broker.send(env, 1, 2, 3, key="a")
+    broker.batch(1)
+    broker.inner.commit(1)
+    broker.restart()
+    assert outcomes_of(broker, env) == {"trained": 2}
+
+
+def test_a_batch_that_is_trained_again_after_a_resume_counts_once(request, broker):
+    broker.settings = type(broker.settings)(keep_batches=5)
+    broker.restart()
+    broker.begin()
+    env = broker.register()
+    broker.send(env, 1, 2, 3, 4, key="a")
+    for number in (1, 2):
+        broker.batch(number)
+    broker.inner.commit(2)
+    broker.begin(resume=True, resume_from_batch=1)
+    assert outcomes_of(broker, env) == {"trained": 2}
+    broker.batch(2)
+    broker.inner.commit(2)
+    assert outcomes_of(broker, env) == {"trained": 4}
+
+
+def test_groups_that_the_broker_drops_are_counted_by_reason_and_over_a_restart(broker):
+    broker.begin(max_staleness=1)
+    env = broker.register()
+    broker.publish(1, 0)
+    broker.send(env, 1, version=1)
+    broker.publish(2, 5)
+    broker.restart()
+    assert outcomes_of(broker, env) == {"too-old": 1}
+
+
+def test_counts_are_of_one_run(broker, env):
+    broker.send(env, 1, 2)
+    broker.batch(1)
+    broker.inner.commit(1)
+    broker.begin(name="another")
+    broker.send(env, 3, 4)
+    broker.batch(1)
+    broker.inner.commit(1)
+    assert outcomes_of(broker, env) == {"trained": 2}
+
+
+def test_a_group_that_is_meant_for_an_ended_run_is_left_over_of_it_and_never_trained_in_the_next(broker, env):
+    first = broker.info.run_id
+    broker.begin(name="another")
+    broker.send(env, 1, key="a", run_id=first)
+    broker.send(env, 2, 3, key="b", run_id=broker.info.run_id)
+    assert broker.batch(1) == [2, 3]
+    assert [len(groups) for run_id, groups in broker.inner.state.left_over.items() if run_id == first] == [1]
+
+
+def test_a_group_that_is_meant_for_an_unknown_run_is_refused_whole(broker, env):
+    with pytest.raises(UnknownRun):
+        broker.send(env, 1, 2, key="a", run_id="run-nowhere")
+    assert broker.inner.state.queue.groups == 0
+    broker.send(env, 1, 2, key="a")
+    assert broker.inner.state.queue.groups == 2, "the key was not used up"

@@ -1,0 +1,27 @@
+"""A broker of a release without a registry: who needs one is told so, and all others notice nothing."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from atropos_api.client import BrokerRefused
+from atropos_api.client.calls import raise_for_problem
+
+
+def answer(path, status=404, **problem):
+    return httpx.Response(status, json=problem, request=httpx.Request("GET", f"http://b:8000{path}"))
+
+
+@pytest.mark.parametrize("path", ["/v1/servers", "/v1/servers/gpu-1", "/prefix/v1/servers?policy=default"])
+def test_a_broker_without_a_registry_is_told_apart_from_one_without_this_server(path):
+    with pytest.raises(BrokerRefused, match=r"has no registry of inference servers; upgrade it") as told:
+        raise_for_problem(answer(path, detail="Not Found"))
+    assert told.value.status == 404
+
+
+def test_an_unknown_server_and_other_unknown_things_keep_the_brokers_own_words():
+    with pytest.raises(BrokerRefused, match="no server has the id 'x'"):
+        raise_for_problem(answer("/v1/servers/x", type="urn:p/unknown-server", detail="no server has the id 'x'"))
+    with pytest.raises(BrokerRefused, match="Not Found"):
+        raise_for_problem(answer("/v1/other", detail="Not Found"))

@@ -1,0 +1,149 @@
+"""The broker connection loses and doubles no submitted group, no matter how the broker fails."""
+
+from collections import Counter
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from atropos_api.client import BrokerRefused, BrokerUnreachable
+from atropos_api.wire.groups import Group
+from atropos_api.wire.messages import EnvironmentInfo, EnvironmentRequest, Pacing, SubmitAnswer
+from environments.sdk.runtime.broker_session import BrokerConnection
+
+pytestmark = pytest.mark.anyio
+
+
+def pacing(revision, *, room=64, step=0, state="run"):
+    return Pacing(
+        state=state,
+        revision=revision,
+        current_step=step,
+        num_steps=10,
+        batch_size=32,
+        outstanding_sequences=0,
+        room_sequences=room,
+        policy_version=1,
+        policy_step=step,
+    )
+
+
+class ScriptedClient:
+    """A broker client whose failures are scripted; it records accepted groups by idempotency key."""
+
+    def __init__(self, *failures):
+        self.failures = list(failures)
+        self.taken = {}
+        self.registrations = 0
+
+    async def wait_until_ready(self, timeout_seconds, on_wait):
+        pass
+
+    async def register_environment(self, request):
+        self.registrations += 1
+        return EnvironmentInfo(
+            environment_id=self.registrations,
+            display_name=request.name,
+            pacing=pacing(0),
+            run_id="r",
+            batch_size=32,
+            max_token_length=512,
+            num_steps=10,
+            checkpoint_dir="",
+            checkpoint_interval=0,
+            wandb_project="",
+            wandb_group="",
+        )
+
+    async def heartbeat(self, environment_id, *, revision, wait_seconds):
+        await anyio.sleep_forever()
+
+    async def submit(self, environment_id, groups, *, idempotency_key, run_id=None):
+        failure = self.failures.pop(0) if self.failures else None
+        if failure == "lost answer":
+            self.taken[idempotency_key] = list(groups)
+            raise BrokerUnreachable("gone")
+        if callable(failure):
+            failure(groups)
+        elif failure is not None:
+            raise failure
+        duplicates = len(groups) if idempotency_key in self.taken else 0
+        self.taken[idempotency_key] = list(groups)
+        return SubmitAnswer(accepted=len(groups), buffered=0, duplicates=duplicates, pacing=None)
+
+
+def group(token):
+    return Group(tokens=[[token]] * 2, masks=[[token]] * 2, scores=[0.0, 1.0])
+
+
+async def send_all(client, groups):
+    request = EnvironmentRequest(name="e", group_size=2, max_token_length=16)
+    link = BrokerConnection(client, request, wait_timeout_seconds=5)
+    await link.register()
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(link.keep_submitting)
+            for one in groups:
+                link.hand_in(one)
+                await anyio.lowlevel.checkpoint()
+            await link.flush()
+            tasks.cancel_scope.cancel()
+    assert link.pending_sequences == 0
+    return Counter(one.tokens[0][0] for taken in client.taken.values() for one in taken)
+
+
+async def test_a_lost_answer_is_repeated_under_the_same_key():
+    client = ScriptedClient("lost answer", BrokerUnreachable("still away"))
+    taken = await send_all(client, [group(n) for n in range(5)])
+    assert taken == Counter(range(5))
+
+
+async def test_a_broker_that_forgot_the_environment_is_registered_with_again():
+    forgot = BrokerRefused({"type": "https://x/unknown-environment", "detail": "who?"}, 404)
+    client = ScriptedClient(forgot)
+    assert await send_all(client, [group(1)]) == Counter([1])
+    assert client.registrations == 2
+
+
+async def test_a_refused_group_costs_its_neighbours_nothing(caplog):
+    def refuse_three(groups):
+        if any(one.tokens[0][0] == 3 for one in groups):
+            raise BrokerRefused({"type": "x/invalid-group", "detail": "scores[0]: not finite"}, 422)
+
+    client = ScriptedClient(*[refuse_three] * 20)
+    taken = await send_all(client, [group(n) for n in range(6)])
+    assert taken == Counter([0, 1, 2, 4, 5])
+    assert "not finite" in caplog.text
+
+
+async def test_a_broker_that_refuses_the_sender_ends_the_server():
+    client = ScriptedClient(BrokerRefused({"type": "x/token-required", "detail": "send a token"}, 401))
+    with pytest.raises(ExceptionGroup) as failure:
+        await send_all(client, [group(1)])
+    assert "send a token" in str(failure.value.exceptions[0])
+
+
+async def test_older_pacing_does_not_overwrite_newer():
+    client = ScriptedClient()
+    link = BrokerConnection(
+        client, EnvironmentRequest(name="e", group_size=2, max_token_length=16), wait_timeout_seconds=5
+    )
+    await link.register()
+    link._adopt(pacing(5, room=8), authoritative=False)
+    link._adopt(pacing(4, room=64), authoritative=False)
+    assert link.pacing.room_sequences == 8
+    link._adopt(pacing(1, room=16), authoritative=True)
+    assert link.pacing.room_sequences == 16
+
+
+async def test_a_step_of_the_trainer_is_told_once():
+    steps = []
+    client = ScriptedClient()
+    link = BrokerConnection(
+        client, EnvironmentRequest(name="e", group_size=2, max_token_length=16), wait_timeout_seconds=5
+    )
+    link.on_step = lambda now: steps.append(now.current_step)
+    await link.register()
+    for revision, step in ((1, 0), (2, 1), (3, 1), (4, 3)):
+        link._adopt(pacing(revision, step=step), authoritative=True)
+    assert steps == [1, 3]

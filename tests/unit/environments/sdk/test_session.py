@@ -1,0 +1,242 @@
+"""Managed sessions: the server's samples are kept token by token, over any number of turns."""
+
+import subprocess
+import sys
+
+import anyio
+import pytest
+
+from environments.sdk.config import APIServerConfig
+from environments.sdk.errors import SamplingNotTrainable, TokensUnavailable
+from environments.sdk.inference.server import OpenAIServer
+from environments.sdk.inference.vllm import VllmServer
+from environments.sdk.session.session import ManagedSession
+from environments.sdk.session.tokens_and_masks import NO_LOGPROB, NOT_TRAINED
+from environments.sdk.testing import FakeInference, InProcess, logprob_of
+
+pytestmark = pytest.mark.anyio
+
+QUESTION = {"role": "user", "content": "How many now?"}
+
+
+def make_session(fake, tokenizer, **options):
+    transport = InProcess(fake)
+    config = APIServerConfig(server_type="vllm", base_url="http://fake/v1")
+    return ManagedSession(VllmServer(config, transport=transport), tokenizer, **options)
+
+
+def scripted(tokenizer, *texts):
+    """Return a fake server that gives these texts in turn, each with an end token unless it ends with `…`."""
+    end = tokenizer.eos_token_id
+    said = iter(texts)
+
+    def respond(_prompt, _index):
+        text = next(said)
+        return tokenizer.encode(text.removesuffix("…")) + ([] if text.endswith("…") else [end])
+
+    return FakeInference(respond, end=end, version=3)
+
+
+async def test_one_turn_keeps_tokens_masks_logprobs_and_versions(tokenizer):
+    fake = scripted(tokenizer, "#### 7")
+    session = make_session(fake, tokenizer)
+    answer = await session.chat_completion(messages=[QUESTION], max_tokens=20)
+    (node,) = session.get_state()["nodes"]
+    prompt = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True)
+    sampled = [*tokenizer.encode("#### 7"), tokenizer.eos_token_id]
+    assert answer.choices[0].message.content == "#### 7"
+    assert answer.choices[0].finish_reason == "stop"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), len(sampled))
+    assert node.tokens == prompt + sampled
+    assert node.masked_tokens == [NOT_TRAINED] * len(prompt) + sampled
+    assert node.logprobs == [NO_LOGPROB] * len(prompt) + [logprob_of(t, i) for i, t in enumerate(sampled)]
+    assert node.policy_versions == [(len(prompt), len(node.tokens), 3)]
+    assert node.metadata["generation_params"] == {"temperature": 1.0}
+
+
+async def test_version_spans_move_to_positions_of_the_whole_sequence(tokenizer):
+    fake = scripted(tokenizer, "35+7=42")
+    fake.changed_version_at = 4
+    session = make_session(fake, tokenizer)
+    await session.chat_completion(messages=[QUESTION])
+    (node,) = session.nodes
+    start = len(tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True))
+    assert node.policy_versions == [(start, start + 4, 2), (start + 4, len(node.tokens), 3)]
+
+
+async def test_a_second_turn_extends_the_sequence_without_a_doubled_end_token(tokenizer):
+    fake = scripted(tokenizer, "First.", "Second.")
+    session = make_session(fake, tokenizer)
+    chat = [QUESTION]
+    first = await session.chat_completion(messages=chat)
+    chat = [*chat, {"role": "assistant", "content": first.choices[0].message.content}, QUESTION]
+    await session.chat_completion(messages=chat)
+    (node,) = session.nodes
+    whole = [*chat, {"role": "assistant", "content": "Second."}]
+    assert node.tokens == tokenizer.apply_chat_template(whole)
+    assert fake.requests[1]["prompt"]["prompt_token_ids"] == node.tokens[: -len(tokenizer.encode("Second.")) - 1]
+    trained = [token for token, mask in zip(node.tokens, node.masked_tokens, strict=True) if mask != NOT_TRAINED]
+    end = [tokenizer.eos_token_id]
+    assert trained == tokenizer.encode("First.") + end + tokenizer.encode("Second.") + end
+    assert [span[2] for span in node.policy_versions] == [3, 3]
+    assert len(node.logprobs) == len(node.masked_tokens) == len(node.tokens)
+
+
+async def test_a_cut_off_turn_gets_its_end_token_from_the_template_untrained(tokenizer):
+    session = make_session(scripted(tokenizer, "First…", "Second."), tokenizer)
+    await session.chat_completion(messages=[QUESTION])
+    chat = [QUESTION, {"role": "assistant", "content": "First"}, QUESTION]
+    await session.chat_completion(messages=chat)
+    (node,) = session.nodes
+    assert node.tokens == tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": "Second."}])
+    first_end = node.tokens.index(tokenizer.eos_token_id, len(tokenizer.apply_chat_template([QUESTION])))
+    assert node.masked_tokens[first_end] == NOT_TRAINED
+
+
+async def test_what_was_sampled_is_never_tokenised_again(tokenizer):
+    """Tokens that no encoder would produce for their text survive into the next turn's prompt."""
+    odd = [token for character in "42" for token in tokenizer.encode(character)]
+    odd = [*odd, *[tokenizer.encode(c)[0] for c in "gets"]]
+    assert tokenizer.encode(tokenizer.decode(odd)) != odd
+    end = tokenizer.eos_token_id
+    fake = FakeInference(lambda _prompt, _index: [*odd, end], end=end)
+    session = make_session(fake, tokenizer)
+    first = await session.chat_completion(messages=[QUESTION])
+    chat = [QUESTION, {"role": "assistant", "content": first.choices[0].message.content}, QUESTION]
+    await session.chat_completion(messages=chat)
+    start = len(tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True))
+    assert fake.requests[1]["prompt"]["prompt_token_ids"][start : start + len(odd) + 1] == [*odd, end]
+
+
+async def test_completions_carry_the_mask_of_earlier_turns(tokenizer):
+    session = make_session(scripted(tokenizer, "35+7…", "=42"), tokenizer)
+    first = await session.completion(prompt="Work: ", max_tokens=50)
+    await session.completion(prompt="Work: " + first.choices[0].text, max_tokens=50)
+    (node,) = session.nodes
+    assert node.masked_tokens.count(NOT_TRAINED) == len(tokenizer.encode("Work: "))
+
+
+async def test_the_samples_of_one_prompt_can_be_continued_at_the_same_time(tokenizer):
+    end = tokenizer.eos_token_id
+    letters = [tokenizer.encode(letter)[0] for letter in "abcd"]
+    fake = FakeInference(lambda prompt, index: [letters[index], end], end=end, delay_seconds=0.01)
+    session = make_session(fake, tokenizer)
+    answer = await session.chat_completion(messages=[QUESTION], n=4)
+
+    async def go_on(content):
+        await session.chat_completion(messages=[QUESTION, {"role": "assistant", "content": content}, QUESTION])
+
+    async with anyio.create_task_group() as group:
+        for choice in reversed(answer.choices):
+            group.start_soon(go_on, choice.message.content)
+    start = len(tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True))
+    assert [node.tokens[start] for node in session.nodes] == letters
+    assert {node.sampled_count for node in session.nodes} == {4}
+
+
+async def test_rewritten_history_becomes_a_sequence_of_its_own_and_is_told(tokenizer, caplog):
+    session = make_session(scripted(tokenizer, "First.", "Second."), tokenizer)
+    await session.chat_completion(messages=[QUESTION])
+    await session.chat_completion(messages=[QUESTION, {"role": "assistant", "content": "Something else"}, QUESTION])
+    assert len(session.nodes) == 2
+    assert "does not continue what was sampled" in caplog.text
+
+
+async def test_stop_strings_are_in_the_tokens_and_not_in_the_answer(tokenizer):
+    session = make_session(scripted(tokenizer, "42</answer>"), tokenizer)
+    answer = await session.chat_completion(messages=[QUESTION], stop=["</answer>"])
+    assert answer.choices[0].message.content == "42"
+    assert "</answer>" in session.nodes[0].full_text
+
+
+async def test_an_interrupted_extension_leaves_the_sequence_as_it_was(tokenizer):
+    fake = scripted(tokenizer, "First.", "Second.")
+    session = make_session(fake, tokenizer)
+    await session.chat_completion(messages=[QUESTION])
+    chat = [QUESTION, {"role": "assistant", "content": "First."}, QUESTION]
+    fake.delay_seconds = 10
+    with anyio.move_on_after(0.05):
+        await session.chat_completion(messages=chat)
+    fake.delay_seconds = 0
+    await session.chat_completion(messages=chat)
+    assert len(session.nodes) == 1
+
+
+async def test_servers_of_the_atropos_protocol_are_read_as_well(tokenizer):
+    fake = scripted(tokenizer, "#### 7")
+    fake.ours = False
+    session = make_session(fake, tokenizer)
+    await session.chat_completion(messages=[QUESTION])
+    (node,) = session.nodes
+    assert node.sampled_count == len(tokenizer.encode("#### 7")) + 1
+    assert node.policy_versions == []
+    assert "compact" not in fake.requests[0]
+
+
+async def test_greedy_samples_are_refused_for_training_and_allowed_for_evaluation(tokenizer):
+    """R24: at temperature 0 there is no processed logprob to train on."""
+    session = make_session(scripted(tokenizer, "#### 7"), tokenizer)
+    with pytest.raises(SamplingNotTrainable, match="temperature 0"):
+        await session.chat_completion(messages=[QUESTION], temperature=0)
+    answer = await session.chat_completion(messages=[QUESTION], temperature=0, split="eval")
+    assert answer.choices[0].message.content == "#### 7"
+
+
+@pytest.mark.parametrize("field", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.1}])
+async def test_truncated_sampling_is_refused_unless_allowed_and_then_marked(tokenizer, field):
+    """R24: the trainer recomputes the model's whole distribution."""
+    session = make_session(scripted(tokenizer), tokenizer)
+    with pytest.raises(SamplingNotTrainable, match=next(iter(field))):
+        await session.chat_completion(messages=[QUESTION], **field)
+    allowing = make_session(scripted(tokenizer, "7"), tokenizer, allow_truncated_sampling=True)
+    await allowing.chat_completion(messages=[QUESTION], **field)
+    params = allowing.nodes[0].metadata["generation_params"]
+    assert params["truncated_sampling"] is True
+    assert params.items() >= field.items()
+
+
+async def test_neutral_sampling_values_are_no_truncation(tokenizer):
+    session = make_session(scripted(tokenizer, "7"), tokenizer)
+    await session.chat_completion(messages=[QUESTION], top_p=1.0, top_k=-1, min_p=0.0)
+    assert session.nodes[0].metadata["generation_params"] == {"temperature": 1.0}
+
+
+async def test_a_server_without_tokens_says_what_to_set(tokenizer):
+    server = OpenAIServer(APIServerConfig(server_type="openai", base_url="http://fake/v1"))
+    session = ManagedSession(server, tokenizer)
+    with pytest.raises(TokensUnavailable, match=r"--openai\.server_type vllm"):
+        await session.chat_completion(messages=[QUESTION])
+
+
+def test_a_finished_session_is_freed_at_once_and_not_by_the_garbage_collector(tokenizer_folder):
+    """A circle of references would keep every rollout's lists until a full collection.
+
+    It runs in a process of its own, where nothing else refers to these objects.
+    """
+    probe = f"""
+import gc, anyio
+from environments.sdk.config import APIServerConfig
+from environments.sdk.inference.vllm import VllmServer
+from environments.sdk.session.tokens_and_masks import SequenceNode
+from environments.sdk.session.session import ManagedSession
+from environments.sdk.testing import FakeInference, InProcess
+from environments.sdk.tokenizer import load_tokenizer
+
+tokenizer = load_tokenizer({str(tokenizer_folder)!r})
+fake = FakeInference(lambda *_: [*tokenizer.encode("7"), tokenizer.eos_token_id], end=tokenizer.eos_token_id)
+server = VllmServer(APIServerConfig(server_type="vllm", base_url="http://fake/v1"), transport=InProcess(fake))
+
+async def two_turns():
+    session = ManagedSession(server, tokenizer)
+    first = await session.chat_completion(messages=[{QUESTION!r}])
+    said = {{"role": "assistant", "content": first.choices[0].message.content}}
+    await session.chat_completion(messages=[{QUESTION!r}, said, {QUESTION!r}])
+    assert any(isinstance(found, SequenceNode) for found in gc.get_objects())
+
+gc.disable()
+anyio.run(two_turns)
+left = sum(isinstance(found, SequenceNode) for found in gc.get_objects())
+raise SystemExit(f"{{left}} sequences are left" if left else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

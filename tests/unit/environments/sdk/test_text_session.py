@@ -1,0 +1,78 @@
+"""Sessions with providers of text only: allowed in evaluation, refused or marked in training."""
+
+import pytest
+
+from environments.sdk.config import APIServerConfig
+from environments.sdk.errors import RequestRefused, TokensUnavailable
+from environments.sdk.groups import scored_group, to_wire
+from environments.sdk.server_manager import ServerManager
+from environments.sdk.session.tokens_and_masks import ESTIMATED, NOT_TRAINED, SampleLog, record_samples
+from environments.sdk.testing import InProcess
+from environments.sdk.testing_servers import FakeOpenAI
+
+pytestmark = pytest.mark.anyio
+
+CHAT = [{"role": "user", "content": "How many now?"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def text_manager(tokenizer, **options):
+    provider = FakeOpenAI(replies=["five", "six"])
+    server = APIServerConfig(server_type="openai", base_url="http://provider/v1", model_name="big")
+    manager = ServerManager([server], load_tokenizer=lambda: tokenizer, transport=InProcess(provider), **options)
+    return manager, provider
+
+
+async def test_a_provider_of_text_can_be_evaluated_through_a_session(tokenizer):
+    manager, provider = text_manager(tokenizer)
+    with record_samples("eval"):
+        async with manager.managed_server() as session:
+            answer = await session.chat_completion(messages=CHAT, n=2, temperature=0.0, max_tokens=9)
+            plain = await session.completion(prompt="2+3=", max_tokens=9)
+    assert [choice.message.content for choice in answer.choices] == ["five", "six"]
+    assert plain.choices[0].text == "five"
+    assert provider.requests[0][1]["messages"] == CHAT
+    assert len(session.nodes) == 3
+
+
+async def test_a_provider_of_text_is_refused_for_training_before_it_is_asked(tokenizer):
+    manager, provider = text_manager(tokenizer)
+    async with manager.managed_server() as session:
+        with pytest.raises(TokensUnavailable, match=r"--env\.allow_estimated_tokens"):
+            await session.chat_completion(messages=CHAT)
+    assert provider.requests == []
+
+
+async def test_estimated_tokens_are_marked_and_never_claim_logprobs(tokenizer):
+    manager, _ = text_manager(tokenizer, allow_estimated_tokens=True)
+    async with manager.managed_server() as session:
+        await session.chat_completion(messages=CHAT, n=2)
+        raw = scored_group(session.nodes, [0.0, 1.0])
+        sample_log = SampleLog("train", nodes=list(session.nodes))
+        del raw["policy_versions"]
+        group = to_wire(raw, sample_log)
+    assert group.generation_params[ESTIMATED] is True
+    assert group.inference_logprobs is None
+    trained = [token for token in group.masks[0] if token != NOT_TRAINED]
+    assert tokenizer.decode(trained) == "five<|end|>"
+
+
+async def test_a_provider_is_given_parts_of_every_kind_and_the_choice_of_tools(tokenizer):
+    manager, provider = text_manager(tokenizer)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    chat = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, image]}]
+    with record_samples("eval"):
+        async with manager.managed_server() as session:
+            await session.chat_completion(messages=chat, tools=TOOLS, tool_choice="required")
+    (_, request), *_ = provider.requests
+    assert request["messages"] == chat
+    assert request["tool_choice"] == "required"
+    assert "What is it?" in session.nodes[0].full_text
+
+
+async def test_logprobs_that_a_provider_cannot_give_are_refused_before_it_is_asked(tokenizer):
+    manager, provider = text_manager(tokenizer, allow_estimated_tokens=True)
+    async with manager.managed_server() as session:
+        with pytest.raises(RequestRefused, match="logprobs"):
+            await session.chat_completion(messages=CHAT, logprobs=True)
+    assert (provider.requests, session.nodes) == ([], [])

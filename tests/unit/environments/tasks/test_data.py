@@ -1,0 +1,264 @@
+"""Questions from files, folders and the hub: usual forms are read, unusable ones named, orders are fixed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from environments.arithmetic_server import as_word_problems
+from environments.math_server_zero import EVAL_SETS
+from environments.tasks.data import DataFields, Question, ShuffledEpochs, load_questions
+from environments.tasks.records import DataUnusable
+
+
+def write(path: Path, *records: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"question": "1+1", "answer": 2, "level": 5},
+        {"prompt": "1+1", "answer": "2"},
+        {"prompt": "1+1", "response": "2"},
+        {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1"}], "response": "2"},
+        {"problem": "1+1", "solution": "is 2", "answer": "2"},
+        {"question": "1+1", "solution": "is 2", "final_answer": ["2"]},
+    ],
+)
+def test_every_usual_form_of_a_record_is_read(tmp_path: Path, record: object) -> None:
+    assert load_questions(write(tmp_path / "d.jsonl", record), "train") == [Question("1+1", "2")]
+
+
+def test_json_lists_and_parquet_hold_the_same_questions_as_lines(tmp_path: Path) -> None:
+    records = [{"question": f"q{n}", "answer": str(n), "notes": "x" * 50} for n in range(5)]
+    (tmp_path / "d.json").write_text(json.dumps(records))
+    (tmp_path / "under_a_key.json").write_text(json.dumps({"version": 1, "data": records}))
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "d.parquet")
+    expected = load_questions(write(tmp_path / "d.jsonl", *records), "train")
+    assert len(expected) == 5
+    for name in ("d.json", "under_a_key.json", "d.parquet"):
+        assert load_questions(tmp_path / name, "train") == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            '{"question": "x", "reply": "y"}',
+            ":2: it has neither question and answer .* its columns are question, reply",
+        ),
+        ("[1]", r":2: it has neither .* it is \[1\]"),
+        ("{", ":2: not a JSON object"),
+    ],
+)
+def test_a_line_that_cannot_be_used_is_named_with_what_it_has(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"question": "1", "answer": "1"}\n' + line + "\n")
+    with pytest.raises(DataUnusable, match=words):
+        load_questions(path, "train")
+
+
+def test_data_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataUnusable, match="cannot be read"):
+        load_questions(tmp_path / "none.jsonl", "train")
+    with pytest.raises(DataUnusable, match="cannot be read"):
+        load_questions("missing/folder/of/files", "train")
+    with pytest.raises(DataUnusable, match="it has no question"):
+        load_questions(write(tmp_path / "empty.jsonl"), "train")
+    with pytest.raises(DataUnusable, match="not a Parquet file"):
+        load_questions(write(tmp_path / "d.parquet", "text"), "train")
+    with pytest.raises(DataUnusable, match=r"supported are \.jsonl"):
+        load_questions(write(tmp_path / "d.csv", "text"), "train")
+
+
+def test_records_without_an_answer_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "d.jsonl", {"question": "a", "answer": None}, {"question": "b", "answer": 0})
+    assert load_questions(path, "train") == [Question("b", "0")]
+    assert "1 records without" in caplog.text
+
+
+def test_a_folders_files_belong_to_the_split_their_names_tell(tmp_path: Path) -> None:
+    write(tmp_path / "train-00000-of-00002.jsonl", {"question": "a", "answer": "1"})
+    write(tmp_path / "train-00001-of-00002.jsonl", {"question": "b", "answer": "1"})
+    write(tmp_path / "validation/part.jsonl", {"question": "c", "answer": "1"})
+    (tmp_path / "README.md").write_text("about")
+    fields = DataFields(data_path=tmp_path)
+    assert [item.question for item in fields.training_questions()] == ["a", "b"]
+    assert [item.question for item in fields.evaluation_questions()] == ["c"]
+
+
+def test_a_folder_without_the_split_is_told_with_what_it_has(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", {"question": "a", "answer": "1"})
+    with pytest.raises(DataUnusable, match=r"no file is named after the test split .*found train\.jsonl"):
+        load_questions(tmp_path, "test")
+    (tmp_path / "train.jsonl").rename(tmp_path / "problems.jsonl")
+    assert len(load_questions(tmp_path, "test")) == 1
+
+
+def test_a_data_set_is_loaded_by_name_with_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(*arguments: object) -> datasets.DatasetDict:
+        asked.append(arguments)
+        rows = {"question": ["q"], "answer": ["a\n#### 3"], "notes": ["n"]}
+        return datasets.DatasetDict(train=datasets.Dataset.from_dict(rows), test=datasets.Dataset.from_dict(rows))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    fields = DataFields(dataset_name="openai/gsm8k:main")
+    assert fields.training_questions() == fields.evaluation_questions() == [Question("q", "a\n#### 3")]
+    assert {*asked} == {("openai/gsm8k", "main")}
+
+
+EVALUATION_SETS = {
+    "HuggingFaceH4/aime_2024": ("train", ["id", "problem", "solution", "answer", "url", "year"], "204"),
+    "HuggingFaceH4/MATH-500": (
+        "test",
+        ["problem", "solution", "answer", "subject", "level", "unique_id"],
+        r"\frac{1}{2}",
+    ),
+    "math-ai/amc23": ("test", ["id", "question", "answer", "url"], "27"),
+    "math-ai/minervamath": ("test", ["question", "answer"], "4.5e33"),
+    "math-ai/olympiadbench": ("test", ["id", "context", "question", "solution", "final_answer"], ["$69$,$84$"]),
+}
+
+
+@pytest.mark.parametrize("name", EVALUATION_SETS)
+def test_the_evaluation_sets_are_read_in_the_columns_and_the_split_that_they_have(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Their cards on the hub name these: AIME has only a train split, OlympiadBench lists its answers."""
+    assert name in EVAL_SETS.values()
+    split, columns, answer = EVALUATION_SETS[name]
+    row = {column: f"its {column}" for column in columns}
+    row[next(column for column in columns if column in {"answer", "final_answer"})] = answer
+    content = datasets.DatasetDict({split: datasets.Dataset.from_list([row])})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *asked: {(name, None): content}[asked])
+    (read,) = load_questions(name, "test")
+    assert read.question in {"its problem", "its question"}
+    assert read.answer == (answer[0] if isinstance(answer, list) else answer)
+
+
+def test_a_data_set_that_cannot_be_loaded_names_the_way_without_a_network() -> None:
+    with pytest.raises(DataUnusable, match=r"'nobody/no-such-set' cannot be loaded .*--env\.data_path"):
+        load_questions("nobody/no-such-set", "train")
+
+
+def test_no_source_at_all_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataUnusable, match=r"--env\.data_path or --env\.dataset_name"):
+        DataFields().training_questions()
+    with pytest.raises(DataUnusable, match=r"--env\.val_data_path"):
+        DataFields().evaluation_questions()
+    with pytest.raises(DataUnusable, match=r"one question, too few to hold one out.*--env\.steps_per_eval 0"):
+        DataFields(data_path=write(tmp_path / "d.jsonl", {"question": "a", "answer": "1"})).evaluation_questions()
+
+
+@pytest.mark.parametrize("place", ["d.jsonl", "folder/problems.jsonl", "folder/train.jsonl"])
+def test_of_data_without_test_data_a_share_is_held_out_and_said(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    rows = [{"prompt": str(number), "answer": str(number)} for number in range(60)]
+    path = write(tmp_path / place, *rows)
+    fields = DataFields(data_path=tmp_path / "folder" if "folder" in place else path, seed=1)
+    held_out = fields.evaluation_questions()
+    training = fields.training_questions(hold_out=True)
+    assert (len(held_out), len(training)) == (3, 57)
+    assert sorted(int(one.answer) for one in held_out + training) == list(range(60))
+    assert "3 of the 60 questions" in caplog.text
+    assert fields.model_copy(update={"seed": 2}).evaluation_questions() == held_out
+    assert len(fields.training_questions()) == 60
+    named = fields.model_copy(update={"val_data_path": path})
+    assert len(named.evaluation_questions()) == len(named.training_questions(hold_out=True)) == 60
+    half = fields.model_copy(update={"held_out_share": 0.5})
+    assert len(half.evaluation_questions()) == len(half.training_questions(hold_out=True)) == 30
+
+
+def test_each_epoch_has_every_item_once_in_an_order_of_its_own() -> None:
+    draws = ShuffledEpochs(range(20), seed=1)
+    epochs = [[draws[epoch * 20 + place] for place in range(20)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert [ShuffledEpochs(range(20), seed=1)[45], draws[3]] == [epochs[2][5], epochs[0][3]]
+    assert [ShuffledEpochs(range(20), seed=2)[place] for place in range(20)] != epochs[0]
+
+
+def test_an_arithmetic_answer_is_a_number_alone_or_after_the_mark() -> None:
+    questions = [Question("a", "1+1=2\n#### 2"), Question("b", "-3")]
+    assert [problem.answer for problem in as_word_problems(questions)] == [2, -3]
+    with pytest.raises(DataUnusable, match="'many' holds no whole number"):
+        as_word_problems([Question("a", "many")])
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_characters_that_end_a_line_elsewhere_and_a_byte_order_mark_do_not_cut_a_record(
+    tmp_path: Path, suffix: str
+) -> None:
+    records = [{"question": f"a{mark}b", "answer": "1"} for mark in ("\u2028", "\x85", "\x1d", "\u2029")]
+    lines = "\r\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    path = tmp_path / f"d.{suffix}"
+    path.write_bytes(b"\xef\xbb\xbf" + lines.encode())
+    assert [one.question for one in load_questions(path, "train")] == [record["question"] for record in records]
+
+
+def hub(monkeypatch: pytest.MonkeyPatch, **splits: int) -> None:
+    """Make any name that of a data set with these splits and this many questions in each."""
+    content = datasets.DatasetDict(
+        {
+            name: datasets.Dataset.from_dict(
+                {"question": [f"{name} {at}" for at in range(count)], "answer": ["1"] * count}
+            )
+            for name, count in splits.items()
+        }
+    )
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: content)
+
+
+def first_of(questions: list[Question]) -> str:
+    return questions[0].question
+
+
+def test_a_split_is_found_by_the_first_word_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub(monkeypatch, test_gen=1, test_sft=1, train_gen=1, train_sft=1)
+    fields = DataFields(dataset_name="ultrachat")
+    assert first_of(fields.training_questions(hold_out=True)) == "train_gen 0"
+    assert first_of(fields.evaluation_questions()) == "test_gen 0"
+    hub(monkeypatch, train_sft=1, train=1, validation=1)
+    assert first_of(fields.training_questions()) == "train 0", "the usual name comes first"
+    assert first_of(fields.evaluation_questions()) == "validation 0"
+
+
+def test_a_split_may_be_named_behind_name_and_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub(monkeypatch, train_gen=1, train_sft=60, test_sft=1)
+    fields = DataFields(dataset_name="ultrachat::train_sft")
+    assert first_of(fields.training_questions()) == "train_sft 0"
+    assert len(fields.evaluation_questions()) == 3, "held out: nothing else is named"
+    with pytest.raises(DataUnusable, match="no split 'en'; it has train_gen, train_sft, test_sft"):
+        load_questions("ultrachat:main:en", "train")
+    hub(monkeypatch, english=1, french=1)
+    with pytest.raises(
+        DataUnusable, match=r"has no train split; it has english, french\. Name one of them as set:main:"
+    ):
+        load_questions("set:main", "train")
+
+
+@pytest.mark.parametrize("splits", [{"train": 60}, {"train": 60, "prompts": 5}, {"test": 60}])
+def test_a_data_set_is_never_evaluated_on_the_questions_that_are_trained_on(
+    monkeypatch: pytest.MonkeyPatch, splits: dict[str, int]
+) -> None:
+    hub(monkeypatch, **splits)
+    fields = DataFields(dataset_name="set")
+    held_out, training = fields.evaluation_questions(), fields.training_questions(hold_out=True)
+    assert (len(held_out), len(training)) == (3, 57)
+    assert not {one.question for one in held_out} & {one.question for one in training}
+    if len(splits) == 1:
+        assert len(fields.evaluation_questions(trains=False)) == 60, "an evaluation alone has all"

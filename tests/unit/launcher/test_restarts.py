@@ -1,0 +1,211 @@
+"""A program that fails by chance is started again within its budget; one that cannot work ends the run at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from example_trainer.launcher.restarts import (
+    FIRST_PAUSE_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    RestartBudget,
+    Restarts,
+    count_kernel_kills,
+)
+from example_trainer.launcher.supervisor import Supervisor
+from example_trainer.processes.child import Child, ChildFailed, ChildSpec
+from example_trainer.processes.tree import wait_until
+
+SLEEP = "import time; time.sleep(600)"
+WINDOW_SECONDS = 100.0
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
+    with Supervisor(tmp_path) as supervisor:
+        yield supervisor
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def restarts(supervisor: Supervisor, clock: Clock) -> Restarts:
+    return make(supervisor, clock)
+
+
+def make(supervisor: Supervisor, clock: Clock, kernel_kills: Callable[[], int] = lambda: 0) -> Restarts:
+    budget = RestartBudget(restarts=3, window_seconds=WINDOW_SECONDS)
+    return Restarts(supervisor, budget, clock=clock, kernel_kills=kernel_kills)
+
+
+def program(code: str, *, name: str = "vllm", may_restart: bool = True, why_final: str = "") -> ChildSpec:
+    return ChildSpec(name=name, command=(sys.executable, "-c", code), may_restart=may_restart, why_final=why_final)
+
+
+def killed(child: Child, number: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(child.process.pid, number)
+    assert wait_until(lambda: child.has_failed, 10)
+
+
+def ended(child: Child) -> None:
+    assert wait_until(lambda: child.has_failed, 10)
+
+
+def start_due(supervisor: Supervisor, restarts: Restarts, clock: Clock) -> Child:
+    clock.now += LONGEST_PAUSE_SECONDS
+    ((spec, restarted),) = restarts.due()
+    return supervisor.start(spec, restarted=restarted)
+
+
+def test_a_killed_program_is_started_again_after_its_pause_and_once(supervisor, restarts, clock) -> None:
+    first = supervisor.start(program(SLEEP))
+    assert restarts.note_failures(()) == []
+    killed(first)
+    (line,) = restarts.note_failures(())
+    assert line.startswith("vllm was killed by SIGKILL after ")
+    assert line.endswith("; restart 1 of 3 within 100 s")
+    assert "vllm" in restarts
+    assert "vllm" not in supervisor
+    assert restarts.due() == []
+    clock.now += FIRST_PAUSE_SECONDS
+    ((spec, restarted),) = restarts.due()
+    assert (spec, restarted) == (first.spec, 1)
+    assert restarts.due() == []
+    assert "vllm" not in restarts
+
+
+def test_pauses_double_while_failures_follow_each_other(supervisor, restarts, clock) -> None:
+    for number in range(3):
+        killed(supervisor.start(program(SLEEP)))
+        restarts.note_failures(())
+        pause_seconds = FIRST_PAUSE_SECONDS * 2**number
+        clock.now += pause_seconds * 0.9
+        assert restarts.due() == []
+        clock.now += pause_seconds * 0.1 + 1e-6
+        assert len(restarts.due()) == 1
+
+
+def test_one_failure_more_than_the_budget_ends_the_run_and_says_so(supervisor, restarts, clock) -> None:
+    killed(supervisor.start(program(SLEEP)))
+    for _ in range(3):
+        restarts.note_failures(())
+        killed(start_due(supervisor, restarts, clock))
+        clock.now -= LONGEST_PAUSE_SECONDS - 1
+    with pytest.raises(ChildFailed, match=r"failed 4 times within 100 s, and --max-restarts is 3") as failure:
+        restarts.note_failures(())
+    assert ", restarts: 3 (" in str(failure.value)
+    assert failure.value.exit_code == 1
+
+
+def test_failures_older_than_the_window_no_longer_count(supervisor, restarts, clock) -> None:
+    child = supervisor.start(program(SLEEP))
+    for _ in range(9):
+        killed(child)
+        (line,) = restarts.note_failures(())
+        assert "; restart 1 of 3 within" in line
+        child = start_due(supervisor, restarts, clock)
+        clock.now += WINDOW_SECONDS
+
+
+def test_each_program_has_a_budget_of_its_own(supervisor, restarts, clock) -> None:
+    for name in ("vllm", "vllm-2", "broker"):
+        killed(supervisor.start(program(SLEEP, name=name)))
+    assert ["; restart 1 of 3 " in line for line in restarts.note_failures(())] == [True, True, True]
+    clock.now += 1
+    assert {spec.name for spec, _ in restarts.due()} == {"vllm", "vllm-2", "broker"}
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_a_refusal_is_not_tried_again(supervisor, restarts, code) -> None:
+    ended(supervisor.start(program(f"print('error: --lr -1 is below zero'); raise SystemExit({code})")))
+    with pytest.raises(ChildFailed, match="--lr -1 is below zero") as failure:
+        restarts.note_failures(())
+    assert failure.value.exit_code == code
+
+
+def test_a_program_that_cannot_go_on_ends_the_run_with_the_reason(supervisor, restarts) -> None:
+    killed(supervisor.start(program(SLEEP, name="broker", may_restart=False, why_final="its store was memory")))
+    with pytest.raises(ChildFailed, match=r"was killed by SIGKILL after .* \(its store was memory\)"):
+        restarts.note_failures(())
+
+
+def test_a_program_that_exits_before_it_was_ever_ready_is_not_tried_again_but_a_killed_one_is(
+    supervisor, restarts, clock
+) -> None:
+    killed(supervisor.start(program(SLEEP)))
+    assert len(restarts.note_failures({"vllm"})) == 1
+    restarts.due()
+    ended(supervisor.start(program("raise ValueError('no such model')")))
+    with pytest.raises(ChildFailed, match=r"no such model .*never been ready"):
+        restarts.note_failures({"vllm"})
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "raise MemoryError",
+        "raise RuntimeError('CUDA out of memory. Tried to allocate 2 GiB')",
+        "raise ValueError('No available memory for the cache blocks')",
+    ],
+)
+def test_a_lack_of_memory_is_not_tried_again(supervisor, restarts, message) -> None:
+    ended(supervisor.start(program(message)))
+    with pytest.raises(ChildFailed, match="it lacks memory"):
+        restarts.note_failures(())
+
+
+def test_a_process_that_the_kernel_ended_for_lack_of_memory_is_not_started_again(supervisor, clock) -> None:
+    kills = iter([7, 8])
+    restarts = make(supervisor, clock, lambda: next(kills))
+    killed(supervisor.start(program(SLEEP)))
+    with pytest.raises(ChildFailed, match="lack of memory; see dmesg"):
+        restarts.note_failures(())
+
+
+def test_the_same_error_three_times_in_a_row_ends_the_run_before_its_budget(supervisor, restarts, clock) -> None:
+    ended(supervisor.start(program("raise ValueError('the same')")))
+    for _ in range(2):
+        restarts.note_failures(())
+        ended(start_due(supervisor, restarts, clock))
+        clock.now -= LONGEST_PAUSE_SECONDS - 1
+    with pytest.raises(ChildFailed, match="the same error 3 times in a row"):
+        restarts.note_failures(())
+
+
+def test_different_errors_have_the_whole_budget(supervisor, restarts, clock) -> None:
+    for number in range(3):
+        ended(supervisor.start(program(f"raise ValueError('error {number}')")))
+        assert len(restarts.note_failures(())) == 1
+        clock.now += 10
+        restarts.due()
+
+
+def test_an_exit_with_0_of_a_server_is_a_failure_that_can_be_mended(supervisor, restarts) -> None:
+    ended(supervisor.start(program("")))
+    (line,) = restarts.note_failures(())
+    assert "exited with code 0" in line
+
+
+def test_the_kernels_count_is_read_and_a_missing_file_counts_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "vmstat"
+    assert count_kernel_kills(path) == 0
+    path.write_text("nr_free_pages 12\noom_kill 5\nswap_ra 1\n")
+    assert count_kernel_kills(path) == 5

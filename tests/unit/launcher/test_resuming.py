@@ -1,0 +1,71 @@
+"""A trainer that is started again goes on from the checkpoint that it wrote last, never from another run's."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from example_trainer.launcher.launch import plan_launch, resuming
+from example_trainer.launcher.run_file import read_settings
+from example_trainer.processes.child import ChildSpec
+from example_trainer.run import resume_command
+
+TRAINER = ChildSpec(name="trainer", command=("python", "-m", "example_trainer.grpo", "--config", "trainer.yaml"))
+LAUNCHED_AT = 1_000.0
+
+
+def settings_of(*flags: str):
+    return read_settings(["--model-name", "some/model", "--atropos-url", "http://broker:8000", *flags])
+
+
+def write_checkpoint(root: Path, step: int, *, at: float) -> Path:
+    checkpoint = root / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    (root / "latest").unlink(missing_ok=True)
+    (root / "latest").symlink_to(checkpoint.name)
+    os.utime(root / "latest", (at, at), follow_symlinks=False)
+    return checkpoint
+
+
+def test_a_trainer_is_started_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    config = settings_of().trainer
+    again = resuming(TRAINER, config, tmp_path, LAUNCHED_AT)
+    assert again.command == (*TRAINER.command, "--resume", "auto")
+    assert resuming(again, config, tmp_path, LAUNCHED_AT) == again, "the flag is there once, however often it restarts"
+
+
+def test_a_run_that_went_back_to_a_checkpoint_never_jumps_to_a_newer_one_of_before(tmp_path: Path) -> None:
+    config = settings_of("--resume", str(tmp_path / "checkpoint-6")).trainer
+    write_checkpoint(tmp_path, 9, at=LAUNCHED_AT - 5)
+    assert resuming(TRAINER, config, tmp_path, LAUNCHED_AT) == TRAINER
+    written = write_checkpoint(tmp_path, 8, at=LAUNCHED_AT + 5)
+    again = resuming(TRAINER, config, tmp_path, LAUNCHED_AT)
+    assert again.command == (*TRAINER.command, "--resume", str(written))
+
+
+def test_another_program_is_started_again_by_the_same_command(tmp_path: Path) -> None:
+    broker = ChildSpec(name="broker", command=("run-api",))
+    assert resuming(broker, settings_of().trainer, tmp_path, LAUNCHED_AT) == broker
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--config", "configs/demo.yaml", "--run-dir", "elsewhere", "--resume", "auto"],
+        ["--config", "configs/demo.yaml", "--run_dir=elsewhere", "--resume=auto"],
+        ["--config", "configs/demo.yaml"],
+    ],
+)
+def test_the_command_that_goes_on_names_the_run_directory_once(tmp_path: Path, given: list[str]) -> None:
+    launch = plan_launch(settings_of("--run-dir", str(tmp_path / "a run")))
+    command = shlex.split(resume_command(given, launch))
+    wanted = ["--config", "configs/demo.yaml", "--run-dir", str(tmp_path / "a run"), "--resume", "auto"]
+    assert command == ["atropos-grpo-run", *wanted]
+
+
+def test_the_command_that_goes_on_shows_no_secret(tmp_path: Path) -> None:
+    launch = plan_launch(settings_of("--run-dir", str(tmp_path)))
+    assert "hunter2" not in resume_command(["--api.token", "hunter2"], launch)

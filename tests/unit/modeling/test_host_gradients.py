@@ -1,0 +1,90 @@
+"""Gradients of masters in host memory: moved during the backward, and the same to the last bit."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from example_trainer.modeling.host_gradients import HostGradients
+
+
+def gradients_of(count, dtype=torch.bfloat16):
+    return [torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_sum_of_all_micro_batches_is_bit_equal_to_adding_each_at_once(count, dtype):
+    moved, added = nn.Parameter(torch.zeros(5, 7)), torch.zeros(5, 7)
+    on_their_way = HostGradients(torch.device("cpu"))
+    for number, gradient in enumerate(gradients_of(count, dtype)):
+        added = gradient.to(torch.float32, copy=True) if number == 0 else added.add_(gradient)
+        on_their_way.take("w", gradient, moved)
+        gradient.zero_()  # its memory is another tensor's by the time it is added
+    on_their_way.add_all({"w": moved})
+    assert moved.grad.dtype == torch.float32
+    assert torch.equal(moved.grad, added)
+    on_their_way.add_all({"w": moved})
+    assert torch.equal(moved.grad, added), "each is added once"
+
+
+def test_gradients_of_a_mini_batch_that_was_not_finished_are_not_in_the_next():
+    moved = nn.Parameter(torch.zeros(5, 7))
+    on_their_way = HostGradients(torch.device("cpu"))
+    first, second = gradients_of(2)
+    on_their_way.take("w", first, moved)
+    on_their_way.drop()
+    on_their_way.take("w", second, moved)
+    on_their_way.add_all({"w": moved})
+    assert torch.equal(moved.grad, second.float())
+
+
+class OnGpu:
+    """A gradient that claims to be on a GPU and records its calls."""
+
+    device, dtype, shape = torch.device("cuda", 0), torch.bfloat16, (2,)
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def record_stream(self, stream):
+        self.calls.append(("kept for", stream.name))
+
+
+def test_a_gradient_leaves_the_gpu_in_its_own_dtype_pinned_and_beside_the_backward(monkeypatch):
+    calls, made = [], []
+
+    class Pinned:
+        dtype = torch.bfloat16
+
+        def copy_(self, _, non_blocking=False):
+            calls.append(("copy", non_blocking))
+
+        def to(self, **_):
+            calls.append(("add",))
+            return torch.zeros(2)
+
+    def empty(shape, *, dtype, pin_memory):
+        made.append((shape, dtype, pin_memory))
+        return Pinned()
+
+    side = SimpleNamespace(name="side", wait_stream=lambda stream: calls.append(("wait in side for", stream)))
+    event = SimpleNamespace(
+        record=lambda stream: calls.append(("record in", stream.name)), synchronize=lambda: calls.append(("wait",))
+    )
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: side)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "default")
+    master = nn.Parameter(torch.zeros(2))
+    on_their_way = HostGradients(torch.device("cuda", 0))
+    on_their_way.take("w", OnGpu(calls), master)
+    begun = [("wait in side for", "default"), ("copy", True), ("record in", "side"), ("kept for", "side")]
+    assert (made, calls) == ([((2,), torch.bfloat16, True)], begun), "the backward has waited for nothing"
+    on_their_way.add_all({"w": master})
+    assert calls == [*begun, ("wait",), ("add",)]

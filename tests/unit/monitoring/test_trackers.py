@@ -1,0 +1,173 @@
+"""Trackers write each step and event once, also over a resume, and refuse in one line if their package is missing."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import wandb
+
+from example_trainer.errors import TrainerError
+from example_trainer.monitoring.health import HealthEvent
+from example_trainer.monitoring.trackers import (
+    EVENTS_FILE,
+    JsonlTracker,
+    RunTrackers,
+    SummaryTracker,
+    TensorBoardTracker,
+    TrackerSet,
+    WandbTracker,
+    read_metrics,
+)
+
+SIGN = HealthEvent(sign="kl", step=3, value=1.5, message="KL 1.50 is above 1: diverging KL", advice="lower --lr")
+
+
+def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    tracker.log(1, {"reward/mean": 0.5, "train/loss": float("nan")})
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (line["step"], line["reward/mean"]) == (1, 0.5)
+    assert "train/loss" not in line
+    tracker.close()
+
+
+def test_a_resumed_run_drops_the_lines_of_steps_that_are_trained_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)) + '{"step": 6, "rew')
+    tracker = JsonlTracker(tmp_path, resumed_step=3)
+    tracker.log(4, {})
+    tracker.close()
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4]
+
+
+def test_all_trackers_hear_of_a_step_and_are_closed() -> None:
+    class Memory:
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+            self.events: list[HealthEvent] = []
+            self.closed = False
+
+        def log(self, step: int, metrics: object) -> None:
+            self.steps.append(step)
+
+        def event(self, event: HealthEvent) -> None:
+            self.events.append(event)
+
+        def close(self) -> None:
+            self.closed = True
+
+    members = [Memory(), Memory()]
+    both = TrackerSet(members)
+    both.log(3, {})
+    both.event(SIGN)
+    both.close()
+    assert [(member.steps, member.events, member.closed) for member in members] == [([3], [SIGN], True)] * 2
+
+
+def test_the_benchmark_summary_gives_the_mean_times_of_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    summary = SummaryTracker()
+    for step, seconds in enumerate((1.0, 3.0), start=1):
+        summary.log(step, {"time/step": seconds, "reward/mean": 1.0})
+    with caplog.at_level(logging.INFO):
+        summary.close()
+    assert "benchmark: time/step mean 2.0000 median 2.0000 max 3.0000 (2 steps)" in caplog.text
+    assert "reward" not in caplog.text
+
+
+def test_wandb_that_is_asked_for_and_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(TrainerError, match="pip install wandb"):
+        WandbTracker(project=None, group=None, name="n", directory=tmp_path, config={})
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [("online", r"No API key configured.*run wandb login, set WANDB_MODE=offline"), ("typo", "'offline'")],
+)
+def test_wandb_that_begins_no_run_is_one_line(
+    mode: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_SILENT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("WANDB_MODE", mode)
+    wandb.teardown()
+    with pytest.raises(TrainerError, match=told) as caught:
+        WandbTracker(project="p", group=None, name="n", directory=tmp_path, config={})
+    assert "\n" not in str(caught.value)
+    monkeypatch.undo()
+    wandb.teardown()
+
+
+def test_trackers_that_refuse_are_found_before_the_files_are_opened_and_close_the_others(tmp_path: Path) -> None:
+    summary = SummaryTracker()
+    closed: list[str] = []
+    summary.close = lambda: closed.append("summary")  # type: ignore[method-assign]
+
+    def refuse() -> TensorBoardTracker:
+        raise TrainerError("no login")
+
+    trackers = RunTrackers(tmp_path, [lambda: summary, refuse])
+    with pytest.raises(TrainerError, match="no login"):
+        trackers.open()
+    assert closed == ["summary"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_writes_nothing_opens_nothing(tmp_path: Path) -> None:
+    trackers = RunTrackers(tmp_path, [SummaryTracker], writes=False)
+    trackers.open()
+    trackers.at(None).log(1, {"x": 1.0})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_event_is_a_line_of_its_own_file_and_leaves_with_the_steps_that_are_trained_anew(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    tracker.event(SIGN)
+    tracker.close()
+    (line,) = read_metrics(tmp_path / EVENTS_FILE)
+    assert {name: line[name] for name in ("event", "sign", "step", "value")} == {
+        "event": "health",
+        "sign": "kl",
+        "step": 3,
+        "value": 1.5,
+    }
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    JsonlTracker(tmp_path, resumed_step=2).close()
+    assert read_metrics(tmp_path / EVENTS_FILE) == []
+
+
+def test_wandb_offline_writes_a_run_that_holds_the_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.teardown()  # it reads the environment once a process, and another test may have been first
+    tracker = WandbTracker(project="p", group=None, name="tried", directory=tmp_path, config={"lr": 1e-5})
+    group = tracker.run.group
+    tracker.log(1, {"reward/mean": 0.25})
+    tracker.event(SIGN)
+    tracker.close()
+    wandb.teardown()  # as at the end of a process: only then has wandb's service surely written its file
+    (recorded,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"reward/mean" in recorded.read_bytes()
+    assert group.startswith("tried-"), "a group is made from the name"
+
+
+def test_tensorboard_s_files_hold_the_steps(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.log(1, {"reward/mean": 0.25})
+    tracker.log(2, {"reward/mean": 0.5})
+    tracker.event(SIGN)
+    tracker.close()
+    read = accumulators.EventAccumulator(str(tmp_path)).Reload()
+    assert [(point.step, point.value) for point in read.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_tensorboard_that_is_asked_for_and_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module in ("torch.utils.tensorboard", "torch.utils.tensorboard.writer"):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(TrainerError, match="pip install tensorboard"):
+        TensorBoardTracker(tmp_path)

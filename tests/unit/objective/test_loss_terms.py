@@ -1,0 +1,219 @@
+"""Terms of a token's loss besides its surrogate: reference divergence, entropy, a teacher, a custom loss."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from example_trainer.errors import UnusableLoss
+from example_trainer.objective.losses import LossInputs, LossSettings, loss_terms, token_losses
+from example_trainer.objective.objective import load_own_loss
+from example_trainer.objective.ratios import KlController, forward_kl, kl_estimates, teacher_credits
+
+
+def inputs(logprobs: Tensor, **more: Tensor) -> LossInputs:
+    values = {
+        "logprobs": logprobs,
+        "entropies": torch.full_like(logprobs, 0.7),
+        "rollout_logprobs": logprobs.detach(),
+        "advantages": torch.ones_like(logprobs),
+        "sequences": torch.arange(len(logprobs)),
+    }
+    return LossInputs(**(values | more))
+
+
+def test_k3_is_exp_d_less_d_less_one_and_never_negative() -> None:
+    new, reference = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.0, -0.5, -3.0])
+    difference = reference - new
+    found = kl_estimates(new, reference, "k3", 20.0)
+    torch.testing.assert_close(found, torch.clamp(torch.exp(difference) - difference - 1, min=0))
+    assert bool((found >= 0).all())
+    assert found[0] == 0.0
+
+
+def test_the_divergence_is_added_with_its_coefficient_and_pulls_towards_the_reference() -> None:
+    new = torch.tensor([-2.0, -0.5], requires_grad=True)
+    values = inputs(new, reference_logprobs=torch.tensor([-1.0, -1.0]), advantages=torch.zeros(2))
+    settings = LossSettings(kl_coef=0.5)
+    token_losses(values, settings).sum().backward()
+    assert new.grad is not None
+    expected = [0.5 * (1 - torch.tensor(gap).exp().item()) for gap in (1.0, -0.5)]
+    assert new.grad.tolist() == pytest.approx(expected)
+    assert new.grad[0] < 0 < new.grad[1]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_averaged_over_the_policys_own_samples_an_estimate_is_the_divergence(estimator: str) -> None:
+    torch.manual_seed(0)
+    policy, reference = torch.randn(6).log_softmax(0), torch.randn(6).log_softmax(0)
+    found = (policy.exp() * kl_estimates(policy, reference, estimator, 20.0)).sum()  # type: ignore[arg-type]
+    torch.testing.assert_close(found, (policy.exp() * (policy - reference)).sum())
+
+
+def test_the_gradient_of_k1_averages_to_that_of_the_divergence() -> None:
+    torch.manual_seed(1)
+    logits, reference = torch.randn(6, requires_grad=True), torch.randn(6).log_softmax(0)
+    policy = logits.log_softmax(0)
+    exact = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)[0]
+    sampled = (policy.exp().detach() * kl_estimates(policy, reference, "k1", 20.0)).sum()
+    torch.testing.assert_close(torch.autograd.grad(sampled, logits)[0], exact)
+
+
+def test_the_coefficient_rises_above_the_target_and_falls_below_it_in_bounded_steps() -> None:
+    controller = KlController(0.05, target=0.1, rate=0.5)
+    controller.observe(5.0)
+    assert controller.coefficient == pytest.approx(0.05 * 1.1)
+    controller.observe(0.11)
+    assert controller.coefficient == pytest.approx(0.05 * 1.1 * 1.05)
+    controller.observe(0.0)
+    assert controller.coefficient == pytest.approx(0.05 * 1.1 * 1.05 * 0.9)
+
+
+def test_the_coefficient_stays_within_a_factor_of_a_hundred_and_ignores_what_is_not_finite() -> None:
+    controller = KlController(0.05, target=0.1, rate=1.0)
+    for _ in range(1000):
+        controller.observe(100.0)
+    assert controller.coefficient == pytest.approx(5.0)
+    controller.observe(float("nan"))
+    assert controller.coefficient == pytest.approx(5.0)
+    for _ in range(1000):
+        controller.observe(0.0)
+    assert controller.coefficient == pytest.approx(0.0005)
+
+
+def test_without_a_target_the_coefficient_stays() -> None:
+    controller = KlController(0.05)
+    controller.observe(100.0)
+    assert controller.coefficient == 0.05
+
+
+def test_an_entropy_bonus_rewards_entropy() -> None:
+    entropies = torch.tensor([0.3, 0.9], requires_grad=True)
+    terms = loss_terms(inputs(torch.tensor([-1.0, -1.0]), entropies=entropies), LossSettings(entropy_coef=0.01))
+    assert terms["entropy"].tolist() == pytest.approx([-0.003, -0.009])
+    terms["entropy"].sum().backward()
+    assert entropies.grad is not None
+    assert entropies.grad.tolist() == pytest.approx([-0.01, -0.01])
+
+
+def test_terms_without_a_coefficient_are_not_there() -> None:
+    values = inputs(torch.tensor([-1.0]), reference_logprobs=torch.tensor([-9.0]))
+    assert set(loss_terms(values, LossSettings())) == {"policy"}
+
+
+def test_the_loss_is_the_sum_of_its_terms() -> None:
+    values = inputs(torch.tensor([-1.0, -2.0]), reference_logprobs=torch.tensor([-2.0, -1.0]))
+    settings = LossSettings(kl_coef=0.1, entropy_coef=0.2)
+    terms = loss_terms(values, settings)
+    assert set(terms) == {"policy", "kl", "entropy"}
+    torch.testing.assert_close(token_losses(values, settings), terms["policy"] + terms["kl"] + terms["entropy"])
+
+
+def test_the_teachers_distribution_is_renormalised_over_its_tokens_at_its_temperature() -> None:
+    teacher = torch.tensor([[0.6, 0.2, 0.0]]).log()
+    student = torch.tensor([[0.5, 0.25, 0.1]]).log()
+    exact = torch.tensor([0.75, 0.25])
+    expected = (exact * (exact.log() - student[0, :2])).sum()
+    torch.testing.assert_close(forward_kl(student, teacher, 1.0), expected[None])
+    hot = torch.tensor([0.6, 0.2]).sqrt()
+    hot = hot / hot.sum()
+    torch.testing.assert_close(forward_kl(student, teacher, 2.0), (hot * (hot.log() - student[0, :2])).sum()[None])
+
+
+def test_a_student_that_agrees_with_the_whole_teacher_has_no_distillation_loss() -> None:
+    teacher = torch.tensor([[0.6, 0.4]]).log()
+    student = teacher.clone().requires_grad_()
+    found = forward_kl(student, teacher, 1.0)
+    assert found.item() == pytest.approx(0.0, abs=1e-6)
+    found.sum().backward()
+    assert student.grad is not None
+    assert student.grad.tolist()[0] == pytest.approx([-0.6, -0.4])
+
+
+def test_a_position_without_teacher_neither_adds_nor_breaks() -> None:
+    student = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    found = forward_kl(student, torch.full((1, 2), -float("inf")), 1.0)
+    found.sum().backward()
+    assert found.tolist() == [0.0]
+    assert student.grad is not None
+    assert student.grad.tolist() == [[0.0, 0.0]]
+
+
+def test_credits_are_what_the_teacher_thinks_of_the_sampled_token_more_than_its_sampler() -> None:
+    ids = torch.tensor([[4, 5], [4, 5], [0, 0]])
+    teacher = torch.tensor([[-0.5, -1.5], [-0.5, -1.5], [-float("inf"), -float("inf")]])
+    found = teacher_credits(ids, teacher, torch.tensor([5, 7, 0]), torch.tensor([-2.0, -2.0, -2.0]))
+    assert found.tolist() == [0.5, 0.0, 0.0]
+
+
+OWN = """
+from torch import Tensor
+from example_trainer.objective.losses import LossInputs, LossSettings
+
+def squared(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    return inputs.advantages * (inputs.logprobs - inputs.rollout_logprobs + 1.0) ** 2
+
+def scalar(inputs, settings):
+    return inputs.logprobs.sum()
+
+def detached(inputs, settings):
+    return inputs.advantages
+
+def broken(inputs, settings):
+    return inputs.logprob
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    package = tmp_path / "my_pkg_of_losses"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "my_module.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.startswith(package.name)]:
+        monkeypatch.delitem(sys.modules, name)
+    return f"{package.name}.my_module"
+
+
+def test_a_loss_of_ones_own_replaces_the_surrogate_and_keeps_the_other_terms(own_module: str) -> None:
+    loss = load_own_loss(f"{own_module}:squared")
+    settings = LossSettings(loss_type=f"{own_module}:squared", own_loss=loss, entropy_coef=0.1)
+    terms = loss_terms(inputs(torch.tensor([-1.0, -2.0]), advantages=torch.tensor([2.0, -3.0])), settings)
+    assert terms["policy"].tolist() == [2.0, -3.0]
+    assert "entropy" in terms
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("scalar", "returned .* for 3 tokens"),
+        ("detached", "with gradient"),
+        ("broken", "fails on three tokens"),
+        ("absent", "cannot be imported"),
+    ],
+)
+def test_a_loss_that_cannot_work_is_refused_before_the_run_begins(own_module: str, name: str, words: str) -> None:
+    with pytest.raises(UnusableLoss, match=words):
+        load_own_loss(f"{own_module}:{name}")
+
+
+def test_a_loss_in_the_working_directory_is_found_and_the_directory_is_not_searched_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_losses_beside_the_run_file.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    places = list(sys.path)
+    values = inputs(torch.tensor([-1.0, -2.0]), advantages=torch.tensor([2.0, -3.0]))
+    loss = load_own_loss("my_losses_beside_the_run_file:squared")
+    assert loss(values, LossSettings()).tolist() == [2.0, -3.0]
+    assert sys.path == places
+
+
+def test_a_module_that_is_not_there_is_named() -> None:
+    with pytest.raises(UnusableLoss, match="no_such_package_of_mine"):
+        load_own_loss("no_such_package_of_mine.losses:mine")

@@ -1,0 +1,66 @@
+"""Shared memory is removed only if the run's own processes had mapped it and none maps it now."""
+
+from __future__ import annotations
+
+import mmap
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from example_trainer.processes.cleanup import SharedMemoryLedger, sweep
+from example_trainer.processes.ports import PortTaken, free_port, free_ports, holder, require_free
+
+
+def make(path: Path) -> mmap.mmap:
+    path.write_bytes(b"0" * 4096)
+    with path.open("r+b") as handle:
+        return mmap.mmap(handle.fileno(), 4096)
+
+
+def test_what_we_had_mapped_is_swept_and_nothing_else(tmp_path: Path) -> None:
+    before = make(tmp_path / "before")
+    ledger = SharedMemoryLedger(tmp_path)
+    ours = make(tmp_path / "ours")
+    (tmp_path / "foreign").write_bytes(b"0")
+    assert ledger.observe([psutil.Process()]) == {"ours"}
+    ours.close()
+    assert ledger.sweep() == ["ours"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "foreign"]
+    before.close()
+
+
+def test_what_somebody_still_maps_stays(tmp_path: Path) -> None:
+    mapping = make(tmp_path / "segment")
+    assert sweep(["segment"], tmp_path) == []
+    mapping.close()
+    assert sweep(["segment", "never-there"], tmp_path) == ["segment"]
+
+
+def test_a_taken_port_is_told_with_its_holder() -> None:
+    assert require_free(free_port(), flag="--port") > 0
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        found = holder(port)
+        assert found is not None
+        assert found.pid == psutil.Process().pid
+        with pytest.raises(PortTaken, match=rf"port {port} is taken by pid {found.pid} .*; choose another with --port"):
+            require_free(port, flag="--port")
+
+
+def test_a_port_that_was_chosen_is_given_to_nobody_else_and_can_be_listened_on_by_its_number() -> None:
+    with ExitStack() as held:
+        chosen = {*free_ports(50, held=held), free_port(held=held)}
+        chosen.add(require_free(free_port(), flag="--port", held=held))
+        assert len(chosen) == 52
+        with ExitStack() as others:
+            for port in chosen:
+                stranger = others.enter_context(socket.socket())
+                with pytest.raises(OSError, match="in use"):
+                    stranger.bind(("127.0.0.1", port))
+                others.enter_context(socket.create_server(("127.0.0.1", port)))
+            assert chosen.isdisjoint(free_ports(500))
+    with socket.socket() as anybody:
+        anybody.bind(("127.0.0.1", chosen.pop()))

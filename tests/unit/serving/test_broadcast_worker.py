@@ -1,0 +1,126 @@
+"""A worker's membership in a broadcast: its rank, and what it keeps of a group that it has left."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from example_trainer.serving.vllm import broadcast_worker
+from example_trainer.serving.vllm.broadcast_worker import BroadcastReceiver, BroadcastWorker, copied_to_host
+from example_trainer.weight_protocol.broadcast_group import Rendezvous
+
+CPU = torch.device("cpu")
+
+
+class Group:
+    """A group whose members meet, or whose weights arrive, once it is told so."""
+
+    def __init__(self):
+        self.arrives, self.closed = threading.Event(), False
+
+    def receive(self, _):
+        assert self.arrives.wait(20)
+        return {"w": torch.ones(2)}, "digest"
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def meeting(monkeypatch):
+    """The group that a worker joins, and the event that lets it meet the others."""
+    group, met = Group(), threading.Event()
+    places = []
+
+    def join(place, _):
+        places.append(place)
+        assert met.wait(20)
+        return group
+
+    monkeypatch.setattr(broadcast_worker.BroadcastGroup, "join", join)
+    return SimpleNamespace(group=group, met=met, places=places)
+
+
+def ended(receiver):
+    """Wait until the exchange has failed; return the error."""
+    for _ in range(2000):
+        if receiver._error is not None:
+            return str(receiver._error)
+        time.sleep(0.01)
+    raise TimeoutError
+
+
+def test_a_group_that_is_left_while_it_is_joined_is_closed_when_it_meets(meeting):
+    """Else its NCCL communicator stays, and nobody aborts it."""
+    receiver = BroadcastReceiver("g", Rendezvous("127.0.0.1", 1, 1, 2), CPU)
+    receiver.leave()
+    meeting.met.set()
+    assert "left while its members joined" in ended(receiver)
+    assert meeting.group.closed
+    assert receiver._group is None
+
+
+def test_weights_that_arrive_in_a_group_that_was_left_are_not_kept(meeting):
+    receiver = BroadcastReceiver("g", Rendezvous("127.0.0.1", 1, 1, 2), CPU)
+    meeting.met.set()
+    while "rank" not in receiver.progress():
+        time.sleep(0.01)
+    receiver.receive("t", [], torch.nn.Linear(2, 2))
+    receiver.leave()
+    meeting.group.arrives.set()
+    assert "left while weights were received" in ended(receiver)
+    assert (receiver.aside, receiver.before) == ({}, {})
+
+
+def test_each_worker_of_a_server_joins_after_the_one_before(meeting):
+    for rank in range(3):
+        worker = BroadcastWorker()
+        worker.rank, worker.device = rank, CPU
+        assert json.loads(worker.atropos_join_broadcast("g", "127.0.0.1", 1, 4, 9, "gloo")) == {}
+    meeting.met.set()
+    assert sorted(place.rank for place in meeting.places) == [4, 5, 6]
+    assert {place.world_size for place in meeting.places} == {9}
+
+
+def test_the_copy_of_the_models_weights_shares_no_memory_with_them():
+    weight = torch.ones(3)
+    copies = copied_to_host([weight], CPU)
+    weight.fill_(2)
+    assert copies[weight].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_on_a_gpu_the_copies_are_pinned_and_made_in_a_stream_of_their_own(monkeypatch):
+    calls = []
+
+    class Stream:
+        def __init__(self, device):
+            calls.append(("stream on", str(device)))
+
+        def __enter__(self):
+            calls.append("enter")
+
+        def __exit__(self, *_):
+            calls.append("leave")
+
+        def synchronize(self):
+            calls.append("wait")
+
+    class Copy:
+        def copy_(self, tensor, *, non_blocking):
+            calls.append(("copy", non_blocking))
+            return tensor.clone()
+
+    def empty(*_, pin_memory, **__):
+        calls.append(("pinned", pin_memory))
+        return Copy()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(broadcast_worker.torch, "empty", empty)
+    copied_to_host([torch.ones(1)], torch.device("cuda", 1))
+    assert calls == [("stream on", "cuda:1"), "enter", ("pinned", True), ("copy", True), "leave", "wait"]

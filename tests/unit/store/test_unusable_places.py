@@ -1,0 +1,45 @@
+"""A store that cannot be opened is reported in one line that names the path."""
+
+import pytest
+
+from atropos_api.common.errors import AtroposError
+from atropos_api.config import BrokerConfig
+from atropos_api.store.factory import open_store
+
+
+def occupied(path, name, *, folder=False):
+    path.mkdir()
+    (path / name).mkdir() if folder else (path / name).write_bytes(b"no database, and longer than a header of one is")
+    return path
+
+
+PLACES = {
+    "in /proc": lambda path: "/proc/nowrite",
+    "a device": lambda path: "/dev/null",
+    "a file": lambda path: occupied(path, "file") / "file",
+    "below a file": lambda path: occupied(path, "file") / "file" / "store",
+    "read-only": lambda path: "/sys/store",
+    "a folder for the lock": lambda path: occupied(path, "lock", folder=True),
+    "a file for the segments": lambda path: occupied(path, "segments"),
+    "a folder for the ledger": lambda path: occupied(path, "ledger.sqlite", folder=True),
+    "no database": lambda path: occupied(path, "ledger.sqlite"),
+    "too long a name": lambda path: path / ("x" * 300),
+    "a loop": lambda path: path.symlink_to(path) or path,
+    "a link to nothing": lambda path: path.symlink_to("/nonexistent/place") or path,
+    "nobody's home": lambda path: "~nosuchuser/store",
+}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_it_is_one_line_with_the_place_and_a_way_out(tmp_path, kind):
+    place = str(PLACES[kind](tmp_path / "place"))
+    with pytest.raises(AtroposError) as caught:
+        open_store(place)
+    assert "\n" not in str(caught.value)
+    assert place[:100] in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["http://localhost:6379/0", "file:///tmp/store", "a\0b", ""])
+def test_what_is_no_place_at_all_is_refused_before_anything_is_made(place):
+    with pytest.raises(ValueError, match="name a directory, say memory, or give the URL of a Redis"):
+        BrokerConfig(store=place)

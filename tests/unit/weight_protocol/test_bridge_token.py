@@ -1,0 +1,54 @@
+"""The bridge token's file: private to its user, and removed by its own server only."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from example_trainer.weight_protocol.manifest import ManifestUnsafe, read_token, remove_token, write_token
+
+URL = "http://127.0.0.1:9001"
+
+
+def test_what_is_written_is_private_and_read_back(tmp_path):
+    path = write_token(tmp_path / "new", "secret", port=9001)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert read_token(str(path), URL) == "secret"
+    assert read_token(str(tmp_path / "none"), URL) is None
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_token_that_others_may_touch_is_not_read(tmp_path, mode):
+    path = write_token(tmp_path, "secret", port=9001)
+    path.chmod(mode)
+    with pytest.raises(ManifestUnsafe, match="chmod 600"):
+        read_token(str(path), URL)
+
+
+def test_a_token_of_another_user_is_not_read(tmp_path, monkeypatch):
+    path, ours = write_token(tmp_path, "secret", port=9001), os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: ours + 1)
+    with pytest.raises(ManifestUnsafe):
+        read_token(str(path), URL)
+
+
+def test_a_server_gets_no_token_but_its_own_and_nothing_from_another_file(tmp_path):
+    """The content is sent to the address that names the file, and a stranger may answer there."""
+    private = tmp_path / "id_rsa"
+    private.write_text("secret\n9001\n")
+    private.chmod(0o600)
+    assert read_token(str(private), URL) is None
+    path = write_token(tmp_path, "secret", port=9001)
+    assert read_token(str(path), "http://127.0.0.1:9002") is None
+    assert read_token(str(path), "http://another:9001") == "secret", "the host is known by several names"
+    path.write_bytes(b"\xff\xfe")
+    assert read_token(str(path), URL) is None
+
+
+def test_a_server_removes_its_own_token_only(tmp_path):
+    path = write_token(tmp_path, "of the next server", port=9001)
+    remove_token(tmp_path, "of the next")
+    assert path.exists()
+    remove_token(tmp_path, "of the next server")
+    assert not path.exists()

@@ -1,0 +1,127 @@
+"""The manifest is read only if it is safe and current, and found in the documented order."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from example_trainer.weight_protocol.manifest import (
+    MANIFEST_NAME,
+    BridgeManifest,
+    ManifestMissing,
+    ManifestStale,
+    ManifestUnsafe,
+    find_manifest,
+    load_manifest,
+    process_start_time,
+    remove_manifest,
+    write_manifest,
+)
+
+
+def manifest(**fields):
+    values = {
+        "model": "m",
+        "param_mappings": {},
+        "boot_id": "b",
+        "pid": os.getpid(),
+        "pid_start_time": process_start_time(os.getpid()),
+        "url": "http://127.0.0.1:1",
+        "bridge_token": "secret",
+        "device": "cpu",
+        "dtype": "float32",
+        "header_path": "/dev/shm/h",
+        "storages": [],
+        "tensors": {},
+        "tied": {},
+        "unmapped": [],
+        "vllm_version": "0.32.0",
+        "created_at": 0.0,
+    }
+    return BridgeManifest(**(values | fields))
+
+
+@contextmanager
+def server_saying(body):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_what_is_written_is_read_back_and_private(tmp_path):
+    path = write_manifest(manifest(), tmp_path / "new")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert load_manifest(path) == load_manifest(path.parent) == manifest()
+    assert [entry.name for entry in path.parent.iterdir()] == [MANIFEST_NAME]
+
+
+def test_a_manifest_others_may_touch_is_not_read(tmp_path):
+    path = write_manifest(manifest(), tmp_path)
+    path.chmod(0o644)
+    with pytest.raises(ManifestUnsafe, match="chmod 600"):
+        load_manifest(path)
+
+
+@pytest.mark.parametrize("fields", [{"pid": 2**22 + 1}, {"pid_start_time": 1.0}])
+def test_a_manifest_of_a_server_that_is_gone_is_stale(tmp_path, fields):
+    with pytest.raises(ManifestStale, match="has exited"):
+        load_manifest(write_manifest(manifest(**fields), tmp_path))
+
+
+def test_a_manifest_of_another_form_is_told(tmp_path):
+    path = tmp_path / MANIFEST_NAME
+    path.write_text('{"model": "m"}')
+    path.chmod(0o600)
+    with pytest.raises(ManifestStale, match="not a manifest of this release"):
+        load_manifest(path)
+
+
+def test_a_missing_manifest_names_the_places(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ManifestMissing, match="Parameter mapping file not found") as caught:
+        find_manifest("auto", {"LOGDIR": "/logs"}, "http://127.0.0.1:9")
+    for place in (f"/logs/{MANIFEST_NAME}", "http://127.0.0.1:9/bridge/info", f"{tmp_path}/{MANIFEST_NAME}"):
+        assert place in str(caught.value)
+    with pytest.raises(ManifestMissing, match="elsewhere"):
+        find_manifest(str(tmp_path / "elsewhere"), {}, None)
+
+
+def test_the_order_is_flag_logdir_server_here(tmp_path, monkeypatch):
+    places = {name: write_manifest(manifest(), tmp_path / name) for name in ("flag", "logs", "server", "here")}
+    monkeypatch.chdir(tmp_path / "here")
+    with server_saying({"manifest_path": str(places["server"])}) as url:
+        logs = {"LOGDIR": str(tmp_path / "logs")}
+        assert find_manifest(str(tmp_path / "flag"), logs, url) == places["flag"]
+        assert find_manifest("auto", logs, url) == places["logs"]
+        assert find_manifest("auto", {}, url) == places["server"]
+        assert find_manifest(None, {}, None) == places["here"]
+
+
+def test_a_server_removes_its_own_manifest_only(tmp_path):
+    path = write_manifest(manifest(boot_id="new"), tmp_path)
+    remove_manifest(tmp_path, "old")
+    assert path.exists()
+    remove_manifest(tmp_path, "new")
+    assert not path.exists()
+
+
+def test_start_times_name_processes():
+    assert process_start_time(os.getpid()) == process_start_time(os.getpid())
+    assert process_start_time(2**22 + 1) is None
+    assert Path("/proc/1").exists() is (process_start_time(1) is not None)
