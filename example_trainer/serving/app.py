@@ -46,7 +46,7 @@ from example_trainer.serving.fence import AdmissionGate, Fence
 from example_trainer.serving.generate import GenerateHandler, Receive, Scope, Send
 from example_trainer.serving.handover import HandoverServer, hand_over, take_over
 from example_trainer.serving.metrics import ServerMetrics
-from example_trainer.serving.problems import Problem, list_served_names, refuse_malformed_bodies, tell_unknown_routes
+from example_trainer.serving.problems import Problem, answer_errors, list_served_names
 from example_trainer.serving.registration import Registration
 from example_trainer.serving.responses import Replies
 from example_trainer.serving.startup import StartingAnswers
@@ -281,8 +281,7 @@ class ServerRun:
         app.include_router(make_lora_router())
         app.include_router(make_broadcast_router())
         app.include_router(make_health_router())
-        refuse_malformed_bodies(app)
-        tell_unknown_routes(app)
+        answer_errors(app)
         app.middleware_stack = app.build_middleware_stack()  # vLLM has built it already, without these handlers
         list_served_names()
         return state

@@ -191,8 +191,12 @@ class EngineAdapter:
 
     async def check_engine_core(self) -> None:
         """Raise `CannotServe` if the process of vLLM's engine core lacks the additions for publishes."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         try:
             await self.counters()
+        except EngineDeadError:
+            raise
         except Exception as error:
             raise CannotServe(
                 f"the process of vLLM's engine core lacks the server's additions ({error}): it calls vLLM's plugins, "

@@ -152,8 +152,15 @@ def _naming(check: Any) -> Any:
     return checking
 
 
-def tell_unknown_routes(app: FastAPI) -> None:
-    """Name in a 404 the requested route and the one that lists all others. Call it before the middleware is built."""
+def answer_errors(app: FastAPI) -> None:
+    """Add the server's own answers to errors beside vLLM's. Call it before the middleware is built."""
+    _refuse_malformed_bodies(app)
+    _tell_unknown_routes(app)
+    _tell_dead_engine(app)
+
+
+def _tell_unknown_routes(app: FastAPI) -> None:
+    """Name in a 404 the requested route and the one that lists all others."""
     from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 
     async def not_found(request: Request, error: Exception) -> Response:
@@ -167,12 +174,22 @@ def tell_unknown_routes(app: FastAPI) -> None:
     app.add_exception_handler(404, not_found)
 
 
+def _tell_dead_engine(app: FastAPI) -> None:
+    """Answer 503 where a call of the engine ended with it."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    async def answer(_: Request, __: Exception) -> Response:
+        return engine_dead().response()
+
+    app.add_exception_handler(EngineDeadError, answer)
+
+
 _CHECKS = ".protocol"
 """Suffix of the names of vLLM's modules that define the bodies of its routes."""
 
 
-def refuse_malformed_bodies(app: FastAPI) -> None:
-    """Answer 400 if the checks of a body raise an error. Call it before the middleware is built."""
+def _refuse_malformed_bodies(app: FastAPI) -> None:
+    """Answer 400 if the checks of a body raise an error."""
     from vllm.entrypoints.serve import create_error_response
 
     async def answer(_: Request, error: Exception) -> Response:

@@ -131,7 +131,7 @@ def _serve(
 
 def _prepare_vllm(config: ServerConfig, rest: list[str]) -> Any:
     """Import vLLM and install the server's additions; return vLLM's arguments, checked."""
-    from example_trainer.serving.vllm import compat, engine_core
+    from example_trainer.serving.vllm import compat, engine_core, patches
 
     on_cpu = compat.on_cpu()
     args = compat.parse_arguments(vllm_arguments(config, rest, on_cpu=on_cpu))
@@ -150,6 +150,7 @@ def _prepare_vllm(config: ServerConfig, rest: list[str]) -> Any:
     )
     compat.check_internals()
     engine_core.install()  # a forked engine core has it from here
+    patches.install_failing_calls()
     if config.enable_lora:
         compat.leave_out_launch_overlap_on_blackwell()
     if on_cpu:
@@ -177,9 +178,10 @@ def _run(server: Coroutine[Any, Any, None], server_run: ServerRun, cause: Path) 
         logger.debug("vLLM did not start", exc_info=True)
         if killed := _KILLED.search(str(error)):
             return f"it was killed by signal {killed[1]} while it started"
-        raise CannotServe(
-            f"vLLM does not start with these options: {read_cause(cause) or _message_of(error)}"
-        ) from error
+        recorded = read_cause(cause)
+        if isinstance(error, EngineDeadError) and recorded is None:  # an engine that fails by itself records why
+            return "its process was killed while it started"
+        raise CannotServe(f"vLLM does not start with these options: {recorded or _message_of(error)}") from error
     return None
 
 

@@ -174,8 +174,12 @@ class ServerState:
         except Problem:
             await self.fence.abort(publish_id)
             raise
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         try:
             await self.engine.call_worker("atropos_reload", path)
+        except EngineDeadError:
+            raise
         except Exception as error:
             await self.fence.abort(publish_id)
             raise Problem(422, "bad-checkpoint", f"vLLM cannot read {path} into the model: {error}") from error

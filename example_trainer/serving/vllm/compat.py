@@ -61,7 +61,11 @@ def check_internals() -> None:
             "EngineCore.resume_scheduler",
             "EngineCore.set_weight_version",
         ),
-        "vllm.v1.engine.core_client": ("AsyncMPClient.call_utility_async", "AsyncMPClient.add_request_async"),
+        "vllm.v1.engine.core_client": (
+            "AsyncMPClient.call_utility_async",
+            "AsyncMPClient._call_utility_async",
+            "AsyncMPClient.add_request_async",
+        ),
         "vllm.v1.engine.async_llm": ("AsyncLLM._add_request",),
         "vllm.v1.engine.detokenizer": ("FastIncrementalDetokenizer",),
         "vllm.v1.sample.sampler": ("Sampler.gather_logprobs", "Sampler.gather_specific_token_logprobs"),

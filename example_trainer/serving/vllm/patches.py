@@ -1,5 +1,9 @@
 """Corrections of errors in vLLM and one addition, each installed once per process.
 
+`install_failing_calls`: a call of the engine core that ends with the engine. vLLM fails the requests of an engine that
+died, but not the calls (`collective_rpc`, `get_supported_tasks`, ...) that wait for its answer: a server whose engine
+was killed during its first call waited for ever, and answered no signal. Here such a call raises `EngineDeadError`.
+
 `install_adapters_on_cpu`: requests without an adapter in one step with an adapter's, on a CPU. vLLM marks their rows
 with the slot -1. Its GPU kernels leave such rows out; its CPU code takes -1 for the last slot, so that a request for
 the base model was computed with the adapter in that slot.
@@ -25,12 +29,44 @@ parts, and whether or not the request was paused and computed again.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from functools import wraps
 from typing import Any
 
 _COMPUTING = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 """The operations that all of vLLM's CPU functions for adapters use."""
+
+_LIFE_CHECK_SECONDS = 0.5
+"""The time between two looks at whether the engine lives, while a call waits for its answer."""
+
+
+def install_failing_calls() -> None:
+    """Wrap the asynchronous client of vLLM's engine core, in the server's own process."""
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+    call = AsyncMPClient._call_utility_async  # noqa: SLF001  the one function that all calls go through
+    if not hasattr(call, "__wrapped__"):
+        AsyncMPClient._call_utility_async = failing_with_the_engine(call)  # noqa: SLF001
+
+
+def failing_with_the_engine(call: Any) -> Any:
+    """Return `call` changed so that it raises `EngineDeadError` if the engine ends before it answers."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    @wraps(call)
+    async def calling(client: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = asyncio.ensure_future(call(client, *args, **kwargs))
+        try:
+            while not answer.done():
+                await asyncio.wait({answer}, timeout=_LIFE_CHECK_SECONDS)
+                if not answer.done() and client.resources.engine_dead:
+                    raise EngineDeadError
+        finally:
+            answer.cancel()
+        return answer.result()
+
+    return calling
 
 
 def install_adapters_on_cpu() -> None:
