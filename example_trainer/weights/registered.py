@@ -83,6 +83,8 @@ class RegisteredBridge(WeightBridge):
             version=version,
             seconds=time.monotonic() - started,
             fence_seconds=cost.fence_seconds,
+            loss_seconds=cost.loss_seconds,
+            expected_loss_seconds=cost.expected_loss_seconds,
             recomputed_tokens=cost.recomputed_tokens,
             generated_tokens=cost.generated_tokens,
             paused_requests=cost.paused_requests,
