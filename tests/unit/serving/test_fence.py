@@ -210,7 +210,7 @@ async def test_a_second_publish_is_refused_while_one_is_under_way(fence):
     assert (caught.value.status, caught.value.kind) == (409, "publish-in-progress")
 
 
-async def test_an_engine_that_cannot_pause_leaves_the_door_as_it_was(fence, engine, gate, header):
+async def test_an_engine_that_cannot_pause_leaves_the_gate_as_it_was(fence, engine, gate, header):
     await publish(fence, header, 1)
     engine.failing.add("pause")
     with pytest.raises(RuntimeError):
