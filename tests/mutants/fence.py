@@ -5,8 +5,6 @@ from __future__ import annotations
 from .mutant import Mutant
 
 _FENCE = "example_trainer/serving/fence.py"
-_DRAIN = "example_trainer/serving/drain.py"
-_TIMES = "example_trainer/serving/vllm/step_times.py"
 _ENGINE_CORE = "example_trainer/serving/vllm/engine_core.py"
 _HANDOVER = "example_trainer/serving/handover.py"
 _GUARD = "example_trainer/serving/auth.py"
@@ -17,48 +15,11 @@ _STATES = "unit/serving/test_fence.py::test_"
 _LAPSES = "unit/serving/test_fence_lapses.py::test_"
 _FILES = "unit/weight_protocol/test_shm_header.py::test_"
 _BUFFERED = "unit/serving/test_output_buffer.py::test_"
-_CHOICE = "unit/serving/test_drain.py::test_"
 _OVER = "unit/serving/test_handover.py::test_"
 _ASKED = "unit/serving/test_auth.py::test_"
 _OUTERMOST = "unit/serving/test_app.py::test_"
 
 FENCE: tuple[Mutant, ...] = (
-    # How long a publish drains
-    Mutant(
-        "the time that idle places waste is forgotten",
-        _DRAIN,
-        "losses = lost + again",
-        "losses = again",
-        f"{_CHOICE}long_outputs_are_paused_at_once_for_what_it_costs_to_compute_them_again",
-    ),
-    Mutant(
-        "what is computed again is forgotten",
-        _DRAIN,
-        'losses = lost + again * running["prefill_seconds"]',
-        "losses = lost + 0 * again",
-        f"{_CHOICE}outputs_that_are_about_to_end_are_waited_for",
-    ),
-    Mutant(
-        "an output's limit is forgotten",
-        _DRAIN,
-        'return np.where(reached >= np.asarray(running["token_limits"])[:, None], 0.0, survival)',
-        "return survival",
-        f"{_CHOICE}the_limit_of_a_request_is_known_without_any_output_before_it",
-    ),
-    Mutant(
-        "a shared prefix counts for each request",
-        _DRAIN,
-        "again = shared * (",
-        "again = (",
-        f"{_CHOICE}a_prefix_that_requests_share_is_computed_again_once",
-    ),
-    Mutant(
-        "the time of a pause counts as a step's",
-        _TIMES,
-        "        self._ended = None\n",
-        "        pass\n",
-        f"{_CHOICE}the_time_after_a_pause_or_an_idle_time_is_no_steps_time",
-    ),
     # Which version is served
     Mutant(
         "the served version stays",

@@ -20,6 +20,7 @@ import pytest
 from .adapters import ADAPTERS
 from .bridges import BRIDGES
 from .broker import BROKER
+from .drain import DRAIN
 from .fence import FENCE
 from .float16 import FLOAT16
 from .launcher import LAUNCHER
@@ -34,7 +35,7 @@ AREAS: dict[str, tuple[Mutant, ...]] = {
     "adapters": ADAPTERS,
     "bridges": BRIDGES,
     "broker": BROKER,
-    "fence": FENCE,
+    "fence": FENCE + DRAIN,
     "float16": FLOAT16,
     "launcher": LAUNCHER,
     "objective": OBJECTIVE,
