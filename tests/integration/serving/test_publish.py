@@ -49,7 +49,7 @@ def test_a_publish_that_chooses_how_long_to_drain_expects_about_the_loss_that_co
     errors = [error for reply in replies for error in errors_of(weights, reply)]
     assert max(errors) <= MAX_ERROR
     expected, came = (sum(answer[name] for answer in answers) for name in ("expected_loss_seconds", "loss_seconds"))
-    assert 0 < expected
+    assert expected > 0
     assert expected / 4 <= came <= 4 * expected, (expected, came)
 
 
