@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_KILLED = re.compile(r"Failed core proc\(s\): \{'\w+': -(\d+)\}")
-"""vLLM's error after a signal has ended its engine, with the signal's number."""
+_ENDED = re.compile(r"Failed core proc\(s\): \{('\w+': -(\d+))?")
+"""vLLM's error after its engine has ended, with the signal's number if it was one and the exit code is known yet."""
 
 WORKER_EXTENSION = "example_trainer.serving.vllm.worker.SharedWeightsWorker"
 
@@ -176,11 +176,11 @@ def _run(server: Coroutine[Any, Any, None], server_run: ServerRun, cause: Path) 
         if server_run.ready:
             raise
         logger.debug("vLLM did not start", exc_info=True)
-        if killed := _KILLED.search(str(error)):
-            return f"it was killed by signal {killed[1]} while it started"
-        recorded = read_cause(cause)
-        if isinstance(error, EngineDeadError) and recorded is None:  # an engine that fails by itself records why
-            return "its process was killed while it started"
+        ended, recorded = _ENDED.search(str(error)), read_cause(cause)
+        if ended and ended[2]:
+            return f"it was killed by signal {ended[2]} while it started"
+        if recorded is None and (ended or isinstance(error, EngineDeadError)):
+            return "its process was killed while it started"  # one that fails by itself records why
         raise CannotServe(f"vLLM does not start with these options: {recorded or _message_of(error)}") from error
     return None
 
