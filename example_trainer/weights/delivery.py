@@ -32,8 +32,14 @@ from example_trainer.weight_protocol.client import ServerInfo
 from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import AtroposServer, adapter_name
 from example_trainer.weights.base import PublishReport
-from example_trainer.weights.broadcast_exchange import FAILURES, GIVEN_UP_LEASE_SECONDS, BroadcastExchange, Cost
-from example_trainer.weights.broadcast_meeting import meeting_address, refuse_unreachable
+from example_trainer.weights.broadcast_exchange import (
+    FAILURES,
+    GIVEN_UP_LEASE_SECONDS,
+    BroadcastExchange,
+    Cost,
+    meeting_address,
+    refuse_unreachable,
+)
 from example_trainer.weights.logprob_parity import Agreement, Compare, Difference, as_messages
 from example_trainer.weights.members import Member, MemberCalls, look
 from example_trainer.weights.publish_loop import ATTEMPTS, SyncBudget
