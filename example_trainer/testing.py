@@ -22,9 +22,9 @@ from atropos_api.wire import EnvironmentRequest, Group
 from example_trainer.api import BrokerSession
 from example_trainer.cli import ranked_session, run_trackers
 from example_trainer.config import TrainingConfig
-from example_trainer.data import MASKED, PLACEHOLDER_LOGPROB
 from example_trainer.distributed.rank0_proxy import RankedBridge
 from example_trainer.distributed.ranks import Ranks, joined_ranks
+from example_trainer.group_sequences import MASKED, PLACEHOLDER_LOGPROB
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import PolicyOptions, policy_options
 from example_trainer.modeling.lora import AdapterOptions
