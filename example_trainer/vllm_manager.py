@@ -52,7 +52,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 STANDBY_FREE_BYTES = 4 << 30
-"""Memory that must be free for a standby, which holds about one GiB of imported code and has to load beside the server.
+"""Memory that must be free for a standby, which holds about one GiB of imported code and has to load while the server
+runs.
 """
 
 

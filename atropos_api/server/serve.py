@@ -54,7 +54,7 @@ TRIM_TICKS: Final = 100
 """In ticks, of which uvicorn has ten a second."""
 
 OTHER_DESCRIPTORS: Final = 128
-"""Descriptors reserved for files that are no connections: segments, the ledger, logs."""
+"""Descriptors reserved for files that are not connections: segments, the ledger, logs."""
 
 PROBE_AFTER_SECONDS: Final = 30
 """Silence after which the kernel probes a peer; one that vanished is noticed within a minute."""

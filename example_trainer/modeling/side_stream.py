@@ -1,4 +1,4 @@
-"""A CUDA stream of its own for work beside training: it starts after what is enqueued now and waits for nothing later.
+"""A CUDA stream for work in parallel with training: it starts after what is enqueued now and waits for nothing later.
 
 Kernels of one stream run in the order in which they were enqueued. A publish in the default stream would therefore wait
 for the micro-batch that the next step has enqueued before it, and the fence with it. On a CPU, where work is done when

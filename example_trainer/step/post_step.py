@@ -64,8 +64,8 @@ class PostStep:
         self._stream: SideStream | None = None
 
     def start(self, step: int) -> None:
-        """Publish, announce, checkpoint and commit: here, or with `--overlap-publish` beside the next batch."""
-        self.wait()  # done already, but for a batch that moved no weight
+        """Publish, announce, checkpoint and commit: here, or with `--overlap-publish` during the next batch."""
+        self.wait()  # the optimizer step has waited already, unless the batch changed no weight
         self._may_move = False
         publish = self._is_publish_due(step) and not self._is_held(step)
         if publish:
