@@ -20,7 +20,7 @@ from atropos_api.common.secrets import public_settings
 from atropos_api.common.tracing import Span, current_span
 from example_trainer.api import BackgroundCall, BrokerSession
 from example_trainer.checkpointing import link_as_course, note_begun, remembered, save_checkpoint
-from example_trainer.modeling.side_stream import SideStream
+from example_trainer.modeling.side_streams import SideStream
 from example_trainer.state import ObjectiveState, Phases, Progress, RandomState, Stateful, TrainerState, random_state
 
 if TYPE_CHECKING:

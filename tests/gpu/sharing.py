@@ -28,7 +28,7 @@ from example_trainer.model import load_policy
 from example_trainer.modeling.attention import install
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.policy import Policy
-from example_trainer.modeling.side_stream import SideStream
+from example_trainer.modeling.side_streams import SideStream
 from example_trainer.weight_protocol.segment import SharedSegment, make_segment
 from example_trainer.weight_protocol.shm_header import sweep_stale_files
 from example_trainer.weights.tensor_map import StridedRegion, view_at
