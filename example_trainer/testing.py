@@ -30,7 +30,7 @@ from example_trainer.modeling.loading import PolicyOptions, policy_options
 from example_trainer.modeling.lora import AdapterOptions
 from example_trainer.modeling.policy import Policy
 from example_trainer.trainers import Trainer
-from example_trainer.weights.base import PublishReport
+from example_trainer.weights.base import PublishReport, WeightBridge
 from example_trainer.weights.testing import LocalBridge
 
 Reward = Callable[[Sequence[int]], float]
@@ -58,7 +58,7 @@ def make_tiny_model(
     return directory
 
 
-class ServingBridge:
+class ServingBridge(WeightBridge):
     """A weight bridge that loads a local policy: it serves a copy of it to a `Sampler` for each published version."""
 
     def __init__(self, options: PolicyOptions, *, publish_seconds: float = 0.0) -> None:
@@ -89,9 +89,6 @@ class ServingBridge:
         self._served = (version, weights)
         self.published.append((version, time.monotonic()))
         return PublishReport(version=version, seconds=time.monotonic() - started)
-
-    def notify_update(self) -> PublishReport:
-        return self.publish(self.highest_version() + 1)
 
     def lose_server(self) -> None:
         """Simulate a server restart: nothing is served until the next publish."""

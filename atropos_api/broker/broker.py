@@ -22,9 +22,8 @@ from atropos_api.broker.policy_holds import PolicyHolds
 from atropos_api.broker.queue import GroupQueue
 from atropos_api.broker.recent_batches import RecentBatches
 from atropos_api.broker.recovery import Repair, recover
-from atropos_api.broker.reports import Reports
+from atropos_api.broker.reports import Reports, RunMetrics
 from atropos_api.broker.rollouts import Rollouts
-from atropos_api.broker.run_metrics import RunMetrics
 from atropos_api.broker.run_succession import RunSuccession
 from atropos_api.broker.runs import Runs
 from atropos_api.broker.state import BrokerSettings, Clock, EventLog, State

@@ -21,14 +21,14 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from example_trainer.errors import CannotShare, ServerUnavailable, TrainerError
+from example_trainer.errors import ServerUnavailable, TrainerError
 from example_trainer.modeling.loading import policy_options
 from example_trainer.options.training_options import TrainingOptions
 from example_trainer.processes.ports import LOOPBACK
 from example_trainer.weight_protocol.checkpoint_files import CheckpointFile, CheckpointSource, describe
 from example_trainer.weight_protocol.client import ServerInfo
 from example_trainer.weights.base import PublishReport
-from example_trainer.weights.delivery import Delivered, Proof, serves
+from example_trainer.weights.delivery import Delivered, Proof, refuse_other_weights, serves
 from example_trainer.weights.members import Member, MemberCalls, look
 from example_trainer.weights.served_model import whole_policy, write_served_checkpoint
 
@@ -59,12 +59,7 @@ class CheckpointDelivery:
         self._policy = policy
 
     def examine(self, info: ServerInfo, url: str) -> None:
-        if info.lora or info.sharing:
-            what = "serves adapters" if info.lora else "shares its weights"
-            raise CannotShare(
-                f"the vLLM server at {url} {what} and cannot load a checkpoint: start it without "
-                f"{'--enable-lora' if info.lora else '--share-weights'}, or train with --weight-bridge-mode lora_only"
-            )
+        refuse_other_weights(info, url, "load a checkpoint")
 
     def deliver(self, members: Sequence[Member], version: int, *, limit_seconds: float) -> Delivered:
         source = self._offer(version)

@@ -222,12 +222,7 @@ class BroadcastDelivery:
     def examine(self, info: ServerInfo, url: str) -> None:
         if info.hostname != socket.gethostname():
             refuse_unreachable(meeting_address(self._config, os.environ)[0], [url])
-        if info.lora or info.sharing:
-            what = "serves adapters" if info.lora else "shares its weights"
-            raise CannotShare(
-                f"the vLLM server at {url} {what} and cannot receive a broadcast: start it without "
-                f"{'--enable-lora' if info.lora else '--share-weights'}, or train with --weight-bridge-mode lora_only"
-            )
+        refuse_other_weights(info, url, "receive a broadcast")
 
     def deliver(self, members: Sequence[Member], version: int, *, limit_seconds: float) -> Delivered:
         assert self._policy is not None
@@ -286,6 +281,16 @@ class BroadcastDelivery:
             if failures[member] > 1 and (failure := self._exchange.failed.get(member)) is not None:
                 delivered.lost[member] = failure
         return len(delivered.lost) > known
+
+
+def refuse_other_weights(info: ServerInfo, url: str, task: str) -> None:
+    """Raise `CannotShare` for a server that cannot do `task`, because it serves adapters or shares its weights."""
+    if info.lora or info.sharing:
+        what, flag = ("serves adapters", "--enable-lora") if info.lora else ("shares its weights", "--share-weights")
+        raise CannotShare(
+            f"the vLLM server at {url} {what} and cannot {task}: start it without {flag}, or train with "
+            "--weight-bridge-mode lora_only"
+        )
 
 
 def serves(info: ServerInfo, version: int) -> bool:
