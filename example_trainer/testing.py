@@ -1,7 +1,8 @@
-"""Test doubles for the trainer without vLLM: tiny models, a bridge that serves in process, and rollouts.
+"""Test doubles for the trainer without vLLM: tiny models, bridges without a server, and rollouts.
 
-`ServingBridge` fully implements `WeightBridge`: a publish copies the masters into the weights that a `Sampler` reads,
-under the given version, so that rollouts carry true logprobs and versions and the measured staleness is real.
+`LocalBridge` publishes to nothing, for training on recorded batches and tests of the loop. `ServingBridge` fully
+implements `WeightBridge`: a publish copies the masters into the weights that a `Sampler` reads, under the given
+version, so that rollouts carry true logprobs and versions and the measured staleness is real.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from example_trainer.modeling.lora import AdapterOptions
 from example_trainer.modeling.policy import Policy
 from example_trainer.trainers import Trainer
 from example_trainer.weights.base import PublishReport, WeightBridge
-from example_trainer.weights.testing import LocalBridge
 
 Reward = Callable[[Sequence[int]], float]
 
@@ -56,6 +56,33 @@ def make_tiny_model(
     )
     Qwen2ForCausalLM(config).save_pretrained(directory)
     return directory
+
+
+class LocalBridge(WeightBridge):
+    """Implements `WeightBridge` without a server; a publish only records its version."""
+
+    def __init__(self, options: PolicyOptions) -> None:
+        self._options = options
+        self.published_versions: list[int] = []
+
+    def prepare(self) -> Policy:
+        return load_policy(self._options)
+
+    def publish(self, version: int) -> PublishReport:
+        self.published_versions.append(version)
+        return PublishReport(version=version, seconds=0.0)
+
+    def highest_version(self) -> int:
+        return max(self.published_versions, default=0)
+
+    def should_publish(self, steps_since_publish: int) -> bool:
+        return steps_since_publish > 0
+
+    def needs_publish(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        return None
 
 
 class ServingBridge(WeightBridge):
