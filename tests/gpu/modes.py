@@ -26,7 +26,7 @@ PROMPT = list(range(5, 31))
 MAX_MODEL_LENGTH = 512
 NO_TOKENIZER = ("--skip-tokenizer-init",)
 SERVER_SHARE = 0.3
-"""Share of the GPU's memory for a server: during a replacement two of them run beside the trainer."""
+"""Share of the GPU's memory for a server: during a replacement two of them run next to the trainer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -188,7 +188,7 @@ def _step_seconds(policy: Policy, scale: Scale, seconds: float) -> float:
 
 
 def publish_beside_step(scale: Scale) -> Iterator[dict[str, float]]:
-    """Yield the seconds of a publish beside a step's kernels: on the stream that trains, then on one of its own."""
+    """Yield the seconds of a publish during a step's kernels: on the stream that trains, then on one of its own."""
     with tempfile.TemporaryDirectory() as directory:
         policy = policy_of(scale, Path(directory) / "model")
         segment = make_segment(scale.device, os.urandom(8).hex())

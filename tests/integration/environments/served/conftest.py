@@ -1,4 +1,4 @@
-"""Environment servers as processes of their own, beside a real vLLM whose model thinks, calls tools and answers.
+"""Environment servers as processes of their own, next to a real vLLM whose model thinks, calls tools and answers.
 
 The model is not trained: the token transitions are written into it. The embeddings of the tokens that matter are
 orthogonal, and the output head holds the logarithms of the wanted transition probabilities in terms of them. Attention
