@@ -152,7 +152,7 @@ class Broker:
         return self.run_info(run)
 
     def finish_run(self, run_id: str, *, epoch: int | None = None) -> None:
-        """End a run for good: its environments are asked to stop. Ending it twice is harmless.
+        """End a run: its environments are asked to stop. Ending it twice is harmless.
 
         A trainer passes its epoch, so that it cannot end a run that its successor has taken over; an operator may omit
         it.

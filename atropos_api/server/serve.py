@@ -82,7 +82,7 @@ class BrokerServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler's form
-        # Unlike uvicorn's, this does not raise the signal again after the shutdown: being stopped is no failure.
+        # Unlike uvicorn's, this does not raise the signal again after the shutdown: a stop is not a failure.
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
         self._stop()

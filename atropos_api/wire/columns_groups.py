@@ -121,7 +121,7 @@ def _column_of(name: str, rows: Any, lengths: Sequence[int]) -> Column | None:
     """Return the values of all rows in one column; None if there are none, or a column cannot hold them exactly."""
     try:
         fits = bool(rows) and [len(row) for row in rows] == lengths
-    except TypeError:  # these are no rows: the broker refuses them and says why
+    except TypeError:  # these are not rows: the broker refuses them and says why
         return None
     return _flatten(name, rows) if fits else None
 

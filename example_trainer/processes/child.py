@@ -208,7 +208,7 @@ class ServerProcess:
     def serve(self, settings: Mapping[str, Any]) -> None:
         """Have a standby load and serve: `settings` are those that have changed since it was started."""
         assert self._standby is not None
-        with contextlib.suppress(OSError), self._standby:  # one that has exited is noticed as any other is
+        with contextlib.suppress(OSError), self._standby:  # if it has exited, the wait until it is loaded finds that
             self._standby.send(json.dumps(settings, default=str).encode())
 
     def discard(self) -> None:

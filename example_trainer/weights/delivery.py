@@ -230,7 +230,7 @@ class BroadcastDelivery:
         delivered = Delivered([])
         self._exchange.patience_seconds = limit_seconds
         for member in members:
-            # A fence may have to wait for running requests: that is no sign of a server that is gone.
+            # A fence may have to wait for running requests: that is not a sign of a server that is gone.
             waits = self._config.in_flight == "finish"
             member.client.patience_seconds = 600.0 if waits else limit_seconds + self._config.drain_seconds
         failures: Counter[Member] = Counter()

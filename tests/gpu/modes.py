@@ -73,7 +73,7 @@ def memory_taken() -> int:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         return total - free
-    ctypes.CDLL(None).malloc_trim(0)  # memory that the allocator merely keeps is no copy
+    ctypes.CDLL(None).malloc_trim(0)  # memory that the allocator merely keeps is not a copy
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("RssAnon:")).split()[1])
 
@@ -152,7 +152,7 @@ def _versions(url: str, *, tokens: int) -> set[int]:
 
 
 def _difference(policy: Any, url: str, version: int) -> float:
-    """Return the largest logprob difference on the probe of the bridges' own proof; a large one is no error here."""
+    """Return the largest logprob difference on the probe of the bridges' own proof; a large one does not raise."""
     import httpx
 
     from example_trainer.weights.logprob_parity import Difference, prove
