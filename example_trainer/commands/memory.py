@@ -113,7 +113,7 @@ PAGE = """\
 
 `python -m example_trainer.commands.generate_docs memory` prints this page from the arithmetic by which trainer and
 launcher decide. `make gpu` compares it with [a step's peak](../explanation/gpu.md). GB are 10^9 bytes.
-<!-- gpu: memory-kept-activations memory-checkpointed -->
+<!-- gpu: memory-kept-activations memory-checkpointed memory-offloaded -->
 
 ## Before a run
 

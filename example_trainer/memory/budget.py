@@ -209,8 +209,12 @@ def _activations(shape: ModelShape, config: TrainingOptions, served: int) -> flo
     in_hidden, in_intermediate = WORKING_SET
     intermediate = shape.intermediate * shape.active_experts / config.trainer_tensor_parallel_size
     layer = in_hidden * shape.hidden + in_intermediate * intermediate
-    kept = passed * (shape.hidden if config.gradient_checkpointing else layer)
-    recomputed = layer if config.gradient_checkpointing else 0.0
+    kept = passed * layer
+    recomputed = 0.0
+    if config.gradient_checkpointing:
+        # Offloaded inputs: the one that is copied away and the one that is copied back.
+        kept = shape.hidden * (min(2, passed) if config.activation_offloading else passed)
+        recomputed = layer
     dequantised = served * shape.hidden * shape.intermediate if config.load_in_4bit else 0
     head = LOGIT_COPIES * 4 * min(config.logprob_chunk_tokens * shape.vocabulary, MOST_CHUNK_LOGITS)
     if not config.trains_adapter and config.train_layer_indices is None:

@@ -234,7 +234,10 @@ def _trainings_with_the_users_optimizer(config: TrainingOptions) -> Sequence[Cha
 
 
 def _without_effect_on_results(config: TrainingOptions) -> Iterator[Changes]:
-    """Yield changes that alter memory and time alone: none, checkpointing, and smaller micro-batches with it."""
+    """Yield changes that alter memory and time alone.
+
+    They are none, checkpointing, smaller micro-batches with it, and inputs in host memory beside the smallest ones.
+    """
     yield {}
     checkpointing = {} if config.gradient_checkpointing else {"gradient_checkpointing": True}
     if checkpointing:
@@ -243,6 +246,9 @@ def _without_effect_on_results(config: TrainingOptions) -> Iterator[Changes]:
     while tokens > config.seq_len:
         tokens = max(config.seq_len, tokens // 2 // config.seq_len * config.seq_len)
         yield {**checkpointing, "token_budget": tokens}
+    if not config.activation_offloading:
+        smaller = {"token_budget": tokens} if tokens < config.micro_batch_tokens else {}
+        yield {**checkpointing, **smaller, "activation_offloading": True}
 
 
 def _other_share(shape: ModelShape, config: TrainingOptions, gpu: Gpu) -> float | None:

@@ -25,6 +25,7 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from example_trainer.errors import AdapterUnavailable, ModelNotFound, NonfiniteWeights, NoSuchDevice, WrongDtype
+from example_trainer.modeling.activation_offloading import offload_layer_inputs
 from example_trainer.modeling.lora import AdapterOptions, adapter_options
 
 if TYPE_CHECKING:
@@ -115,6 +116,10 @@ def load_module(options: PolicyOptions, stored: Any, dtype: torch.dtype, device:
             logger.info("loaded %s %s %s on %s", name, list(tensor.shape), tensor.dtype, tensor.device)
     if options.gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if options.activation_offloading and device.type == "cpu":
+            logger.warning("--activation-offloading has no effect on a CPU, where activations are in host memory")
+        elif options.activation_offloading:
+            offload_layer_inputs(module)
     if not options.quantises_base and device.type != "meta":
         refuse_nonfinite(module.named_parameters(), f"{options.flag} {options.model_name}")
     trained: nn.Module = module.train()
@@ -283,6 +288,7 @@ class PolicyOptions:
     """Options of the adapter to train on the frozen weights; None trains the weights themselves."""
     attention: str = "sdpa"
     gradient_checkpointing: bool = False
+    activation_offloading: bool = False
     sharding: Sharding | None = None
     """Settings for sharding over the ranks of the default process group; None keeps the weights whole."""
     debug_loading: bool = False
@@ -312,6 +318,7 @@ def policy_options(config: TrainingOptions) -> PolicyOptions:
         train_layer_indices=config.train_layer_indices,
         adapter=adapter_options(config),
         gradient_checkpointing=config.gradient_checkpointing,
+        activation_offloading=config.activation_offloading,
         sharding=sharding,
         debug_loading=config.debug_loading,
     )

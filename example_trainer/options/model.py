@@ -55,6 +55,11 @@ class ModelOptions(BaseModel):
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward: less memory, about a third more time."
     )
+    activation_offloading: bool = Field(
+        False,
+        description="Keep the inputs of the layers in host memory until the backward, beside --gradient-checkpointing "
+        "on a GPU: for sequences whose inputs alone do not fit.",
+    )
     kernels: Kernels = Field(
         "auto",
         description="Kernels of the learner's norms, rotary positions, SwiGLU and head: eager (each operation alone), "

@@ -14,12 +14,12 @@ from example_trainer.options.modes import MODES, BridgeMode, Mode
 
 THIS_HOST = frozenset({"127.0.0.1", "localhost", "::1"})
 """Values of `--vllm-host` under which the inference server is on this host."""
-InFlight = Literal["drain", "recompute", "finish", "keep_kv"]
+InFlight = Literal["auto", "drain", "recompute", "finish", "keep_kv"]
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks for which vLLM has buffers."""
 USUAL_STALENESS = 2
 DRAIN_SECONDS = 0.5
-"""Default time that running requests get to end before a publish writes weights."""
+"""Default of the longest time that running requests get to end before a publish writes weights."""
 SYNC_CHECKS: Mapping[str, int | None] = MappingProxyType({"auto": None, "every": 1, "off": 0})
 
 
@@ -104,13 +104,14 @@ class PublishOptions(BaseModel):
         json_schema_extra=SECRET,
     )
     drain_seconds: float = Field(
-        DRAIN_SECONDS, ge=0.0, description="Seconds that running requests get to end under the old weights."
+        DRAIN_SECONDS, ge=0.0, description="Most seconds that running requests get to end under the old weights."
     )
     in_flight: InFlight = Field(
-        "drain",
+        "auto",
         description="Running requests in a publish: drain lets them end for --drain-seconds and pauses the rest, "
-        "recompute pauses all at once, finish waits for all to end. The KV entries of paused requests are computed "
-        "again; keep_kv pauses all and keeps them.",
+        "recompute pauses all at once, auto drains for that part of --drain-seconds after which the least generation "
+        "is lost, finish waits for all to end. The KV entries of paused requests are computed again; keep_kv pauses "
+        "all and keeps them.",
     )
     sync_budget: float = Field(
         0.2,

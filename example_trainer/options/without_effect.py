@@ -118,6 +118,7 @@ def _other_rules(config: TrainingOptions) -> Iterator[_Rule]:
         yield _Rule("reshard_after_forward", not config.trains_adapter, "each rank holds the whole base and adapter")
     adam = ("adam_beta1", "adam_beta2", "adam_eps")
     yield from _rule_for_all(adam, config.optimizer != "adafactor", "--optimizer adafactor has a decay rule of its own")
+    yield _Rule("activation_offloading", config.gradient_checkpointing, "add --gradient-checkpointing")
     yield _Rule("wandb_run_name", config.use_wandb, "add --use-wandb")
     yield _Rule("metrics_host", config.metrics_port is not None, "add --metrics-port")
     samples = config.keep_versions > 0 or (config.trains_adapter and config.lora_dropout > 0)

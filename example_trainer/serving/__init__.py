@@ -1,7 +1,7 @@
 """The inference server: vLLM's own application with token-exact generation and fenced publishes.
 
-In reading order: `start` and `startup` (before anything is loaded), `config`, `app`, `auth`, `state` (what all
-routes share), `problems` (error answers), `generate` with `responses` (tokens in and out), `fence` and `publish` (no
+In reading order: `start` and `startup` (before anything is loaded), `config`, `app`, `auth`, `state` (what all routes
+share), `problems` (error answers), `generate` with `responses` (tokens in and out), `fence`, `publish` and `drain` (no
 token of mixed versions), `registration` (at a broker), `bridge_routes` (what a trainer calls), `adapters`, `forwarding`
 (adapters to other servers), `handover` (connections to a successor), `metrics` (for Prometheus), `engine` (vLLM as the
 rest sees it), `checkpoint_shapes` and `checkpoint_download` (checkpoints to load), `testing` (stand-ins without vLLM),

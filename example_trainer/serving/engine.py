@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from example_trainer.errors import CannotServe, WorkerFailed
+from example_trainer.serving.drain import Running
 
 _INSTALLED = "atropos_installed"
 _INCOMPLETE = "�"
@@ -171,6 +172,10 @@ class EngineAdapter:
 
     async def counters(self) -> Counters:
         return await self._count("atropos_counters")
+
+    async def running(self) -> Running:
+        found: Running = await self.async_llm.engine_core.call_utility_async("atropos_running")
+        return found
 
     def salt_prefixes(self, salt: str) -> None:
         self._salt = salt

@@ -4,7 +4,8 @@ Every request for tokens passes the admission gate, which is open, closed for a 
 new requests wait, so that a publish finds only those already running. The gate counts the requests inside; "drained"
 means that there are none.
 
-A publish closes the gate, gives running requests a moment to end, pauses the rest and drops their computed KV; then the
+A publish closes the gate, gives running requests a moment to end (`drain.py` says how long, unless the trainer does),
+pauses the rest and drops their computed KV; then the
 trainer writes, and the end of the publish stamps the new version, resumes the engine and opens the gate. The pause is a
 lease. If the trainer stops renewing it, the header of the shared tensors shows the state of the weights: if they are
 whole, the server resumes under the version in the header; if they are torn, it refuses to serve until a trainer has
@@ -18,12 +19,14 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
 from example_trainer.options.publish import InFlight
 from example_trainer.serving import problems
+from example_trainer.serving.drain import NOTHING_RUNS, DrainPlan, Running, plan_drain
 from example_trainer.serving.engine import Counters
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.publish import Answer, Lease, PastPublishes, Publish, ReversibleUpdate, lapsed
@@ -40,6 +43,8 @@ class AdmissionGate:
         self._changed = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
+        self._request_seconds = 0.0
+        self._counted_at = time.monotonic()
 
     async def enter(self, permit: Callable[[], None] = lambda: None) -> None:
         """Admit a request, waiting while the gate is closed; raise the refusal if there is one. Pair with `leave`.
@@ -52,6 +57,7 @@ class AdmissionGate:
             await self._changed.wait()
             self.check()
             permit()
+        self.request_seconds()
         self.inside += 1
         self._empty.clear()
 
@@ -66,6 +72,7 @@ class AdmissionGate:
             raise self._refusal
 
     def leave(self) -> None:
+        self.request_seconds()
         self.inside -= 1
         if self.inside == 0:
             self._empty.set()
@@ -78,6 +85,13 @@ class AdmissionGate:
 
     def refuse(self, refusal: Problem) -> None:
         self._set(closed=True, refusal=refusal)
+
+    def request_seconds(self) -> float:
+        """Return the time that requests have been inside since the start, all of them added up."""
+        now = time.monotonic()
+        self._request_seconds += self.inside * (now - self._counted_at)
+        self._counted_at = now
+        return self._request_seconds
 
     async def wait_until_empty(self, limit_seconds: float | None) -> bool:
         """Return True if all requests had ended within the limit (None: wait as long as it takes)."""
@@ -108,6 +122,9 @@ class Engine(Protocol):
     async def stamp(self, version: str) -> None:
         """Stamp tokens sampled from now on, without resuming."""
 
+    async def running(self) -> Running:
+        """Return the requests that are computed now, and what the engine's steps cost."""
+
     def salt_prefixes(self, salt: str) -> None:
         """Separate the cached prefixes of requests admitted from now on from all earlier ones."""
 
@@ -135,6 +152,8 @@ class Fence:
         self.publishes = 0
         self.fence_seconds = 0.0
         """Time for which publishes have held new requests since the start."""
+        self.expected_loss_seconds = self.loss_seconds = 0.0
+        """Time of generation that publishes have cost since the start, as planned and as it was, where `auto` chose."""
         self._update_gate()
 
     @property
@@ -257,19 +276,20 @@ class Fence:
 
     async def _drain_and_pause(self, publish: Publish, drain_seconds: float) -> dict[str, object]:
         """Drain and pause the engine; the result is the answer of `begin`."""
-        limits = {"drain": drain_seconds, "finish": None}
+        inside, request_seconds = self._gate.inside, self._gate.request_seconds()
+        with self._abandoning_on_error(publish):
+            plan = await self._plan_drain(publish.in_flight, drain_seconds)
+        limits = {"auto": plan.seconds if plan else 0.0, "drain": drain_seconds, "finish": None}
         drained = await self._gate.wait_until_empty(limits.get(publish.in_flight, 0.0))
         pause_began = time.monotonic()
         async with self._busy:
             self._current(publish.publish_id)
-            try:
+            with self._abandoning_on_error(publish):
                 counters = await self._engine.pause(discard=publish.in_flight != "keep_kv")
-            except BaseException:
-                publish.abandoned = True
-                self._settle_soon(publish)
-                raise
             self._current(publish.publish_id)  # the lease may have run out while the engine paused
-            publish.engine_paused, publish.recomputed_tokens = True, counters["discarded_tokens"]
+            busy_seconds = (self._gate.request_seconds() - request_seconds) / max(1, inside)
+            idle_seconds = time.monotonic() - publish.gate_closed_at - busy_seconds if inside else 0.0
+            publish.note_pause(counters["discarded_tokens"], plan, idle_seconds)
             publish.lease.begin()
             self._allow_writes(True)
         return {
@@ -280,6 +300,22 @@ class Fence:
             "generated_tokens_total": counters["generated_tokens_total"],
             "recomputed_tokens_total": counters["recomputed_tokens_total"],
         }
+
+    async def _plan_drain(self, in_flight: InFlight, limit_seconds: float) -> DrainPlan | None:
+        """Return how long to wait for running requests; None if the trainer has said it."""
+        if in_flight != "auto":
+            return None
+        return plan_drain(await self._engine.running(), limit_seconds) if self._gate.inside else NOTHING_RUNS
+
+    @contextmanager
+    def _abandoning_on_error(self, publish: Publish) -> Iterator[None]:
+        """Abandon the publish, so that the engine resumes, if a call of the engine fails."""
+        try:
+            yield
+        except BaseException:
+            publish.abandoned = True
+            self._settle_soon(publish)
+            raise
 
     def _current(self, publish_id: str) -> Publish:
         if self._publish is None or self._publish.publish_id != publish_id or self._publish.abandoned:
@@ -364,6 +400,8 @@ class Fence:
         answer = publish.answer(version)
         self.publishes += 1
         self.fence_seconds += answer["fence_seconds"]
+        self.expected_loss_seconds += publish.expected_loss_seconds
+        self.loss_seconds += publish.loss_seconds
         self._close(publish, answer)
         return answer
 

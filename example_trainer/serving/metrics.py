@@ -18,6 +18,16 @@ FENCE: Final = Metric(
 
 METRICS: Final = (
     FENCE,
+    Metric(
+        "fence_loss_seconds_total",
+        "counter",
+        "Time of generation that publishes have cost by draining and recomputing, under --in-flight auto",
+    ),
+    Metric(
+        "fence_expected_loss_seconds_total",
+        "counter",
+        "The same as it was expected when each publish chose how long to drain",
+    ),
     Metric("policy_version", "gauge", "Version under which tokens are sampled now"),
     Metric("ready", "gauge", "1 while requests for tokens are accepted, as at /readyz"),
     Metric("paused", "gauge", "1 during a publish, while paused by hand and while the weights are torn"),
@@ -37,6 +47,8 @@ class ServerMetrics:
     def collect(self) -> Iterator[Family]:
         state = self._state
         values: dict[str, float] = {
+            "fence_loss_seconds_total": state.fence.loss_seconds,
+            "fence_expected_loss_seconds_total": state.fence.expected_loss_seconds,
             "ready": not state.gate.refuses,
             "paused": state.fence.paused,
             "weights_torn": state.fence.torn,

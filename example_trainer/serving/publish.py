@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from example_trainer.options.publish import InFlight
+from example_trainer.serving.drain import DrainPlan
 from example_trainer.serving.problems import Problem
 
 Answer = dict[str, float]
@@ -70,11 +71,21 @@ class Publish:
     engine_paused: bool = False
     """True once the engine has been paused for it."""
     recomputed_tokens: int = 0
+    expected_loss_seconds: float = 0.0
+    loss_seconds: float = 0.0
+    """Time of generation that draining and recomputing cost, where `auto` chose between them."""
     update: ReversibleUpdate | None = None
     was_torn: bool = False
     """True if the weights that `update` can restore are torn as well."""
     abandoned: bool = False
     """True after an abort, a lapse or a failed pause of the engine: it only waits for the engine to resume."""
+
+    def note_pause(self, discarded_tokens: int, plan: DrainPlan | None, idle_seconds: float) -> None:
+        """Note what the pause of the engine cost; `idle_seconds` is the wait, by the share of ended requests."""
+        self.engine_paused, self.recomputed_tokens = True, discarded_tokens
+        if plan is not None:
+            self.expected_loss_seconds = plan.expected_loss_seconds
+            self.loss_seconds = plan.loss_seconds(idle_seconds, discarded_tokens)
 
     def answer(self, version: int) -> Answer:
         """Return the answer to its end, once `version` is served."""
@@ -82,6 +93,8 @@ class Publish:
             "version": version,
             "recomputed_tokens": self.recomputed_tokens,
             "fence_seconds": time.monotonic() - self.gate_closed_at,
+            "expected_loss_seconds": self.expected_loss_seconds,
+            "loss_seconds": self.loss_seconds,
         }
 
     def refusal_of_others(self) -> Problem:

@@ -24,6 +24,7 @@ import uvicorn
 from example_trainer.errors import CannotServe
 from example_trainer.processes.ports import ServerSockets, open_sockets
 from example_trainer.serving import problems
+from example_trainer.serving.drain import Running
 from example_trainer.serving.engine import Counters
 from example_trainer.serving.fence import AdmissionGate
 from example_trainer.serving.handover import HandoverServer, hand_over, take_over
@@ -47,6 +48,18 @@ class StubEngine:
         self.failing: set[str] = set()
         """Names of calls that fail: `pause`, `resume`, `stamp`."""
         self.generated_tokens = 0
+        self.now_running: Running = {
+            "computed_tokens": [],
+            "generated_tokens": [],
+            "token_limits": [],
+            "waiting": 0,
+            "distinct_tokens": 0,
+            "last_lengths": [],
+            "step_seconds": step_seconds,
+            "request_seconds": 0.0,
+            "prefill_seconds": 0.0,
+        }
+        """The answer of `running`."""
         self._step_tokens = step_tokens
         self._step_seconds = step_seconds
         self._version = UNLABELLED
@@ -72,6 +85,10 @@ class StubEngine:
     async def stamp(self, version: str) -> None:
         self._note("stamp", version)
         self._version = version
+
+    async def running(self) -> Running:
+        self._note("running", None)
+        return self.now_running
 
     def salt_prefixes(self, salt: str) -> None:
         self._note("salt", salt)

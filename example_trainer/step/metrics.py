@@ -103,6 +103,8 @@ def publish_metrics(report: PublishReport | None) -> dict[str, float]:
     return {
         names.TIME_SYNC: report.seconds,
         names.TIME_SYNC_FENCE: report.fence_seconds,
+        names.TIME_SYNC_LOSS: report.loss_seconds,
+        names.TIME_SYNC_EXPECTED_LOSS: report.expected_loss_seconds,
         names.RECOMPUTED_FRACTION: report.recomputed_tokens / max(1, report.generated_tokens),
     }
 

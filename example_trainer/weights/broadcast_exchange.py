@@ -59,12 +59,16 @@ class Cost:
     """The cost of one publish's fences, on all servers together."""
 
     fence_seconds: float = 0.0
+    loss_seconds: float = 0.0
+    expected_loss_seconds: float = 0.0
     recomputed_tokens: int = 0
     generated_tokens: int = 0
     paused_requests: int = 0
 
     def add(self, other: Cost) -> None:
         self.fence_seconds += other.fence_seconds
+        self.loss_seconds += other.loss_seconds
+        self.expected_loss_seconds += other.expected_loss_seconds
         self.recomputed_tokens += other.recomputed_tokens
         self.generated_tokens += other.generated_tokens
         self.paused_requests += other.paused_requests
@@ -274,6 +278,8 @@ def _leave_group(client: ServerClient) -> None:
 
 def _add(cost: Cost, member: Member, fence: Fence, ended: dict[str, Any]) -> None:
     cost.fence_seconds = max(cost.fence_seconds, float(ended.get("fence_seconds", 0.0)))
+    cost.loss_seconds += float(ended.get("loss_seconds", 0.0))
+    cost.expected_loss_seconds += float(ended.get("expected_loss_seconds", 0.0))
     cost.recomputed_tokens += int(ended.get("recomputed_tokens", 0))
     cost.generated_tokens += max(0, fence.generated_tokens_total - member.generated_tokens_total)
     cost.paused_requests += fence.paused_requests

@@ -282,6 +282,8 @@ def _report(opened: _AttachedPublish, version: int, ended: dict[str, Any]) -> Pu
         version=version,
         seconds=time.monotonic() - opened.began,
         fence_seconds=float(ended.get("fence_seconds", 0.0)),
+        loss_seconds=float(ended.get("loss_seconds", 0.0)),
+        expected_loss_seconds=float(ended.get("expected_loss_seconds", 0.0)),
         recomputed_tokens=int(ended.get("recomputed_tokens", 0)),
         generated_tokens=generated,
         paused_requests=fence.paused_requests,

@@ -235,6 +235,13 @@ CLAIMS: tuple[Claim, ...] = (
         at_least=0.6,
         at_most=1.0,
     ),
+    Claim(
+        id="memory-offloaded",
+        text="the same with gradient checkpointing and the layers' inputs in host memory",
+        run="test_learner.py",
+        at_least=0.6,
+        at_most=1.0,
+    ),
     # Numerics.
     Claim(
         id="triton-fp32-default",

@@ -69,7 +69,7 @@ def peak_bytes(action, *leaves):
     return torch.cuda.max_memory_allocated() - before
 
 
-@pytest.mark.parametrize("activations", ["kept-activations", "checkpointed"])
+@pytest.mark.parametrize("activations", ["kept-activations", "checkpointed", "offloaded"])
 def test_a_step_takes_the_memory_that_is_counted_before_a_run(activations, tmp_path, record_claim):
     pytest.importorskip("pydantic")
     from example_trainer.config import TrainingConfig
@@ -80,7 +80,12 @@ def test_a_step_takes_the_memory_that_is_counted_before_a_run(activations, tmp_p
     from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
 
     directory = make_model(tmp_path / "model", layers=6, vocabulary=32_768)
-    settings = {"device": "cuda", "optimizer": "adamw", "gradient_checkpointing": activations == "checkpointed"}
+    settings = {
+        "device": "cuda",
+        "optimizer": "adamw",
+        "gradient_checkpointing": activations != "kept-activations",
+        "activation_offloading": activations == "offloaded",
+    }
     config = TrainingConfig(model_name=str(directory), token_budget=TOKEN_BUDGET, **settings)
     counted = budget(local_shape(str(directory)), config, server_bytes=0.0)
 

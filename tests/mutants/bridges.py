@@ -242,8 +242,8 @@ BRIDGES: tuple[Mutant, ...] = (
     Mutant(
         "the next server's token goes with the old server",
         _TOKEN,
-        'if path.read_text(encoding="utf-8").strip().rpartition("\\n")[0] == token:',
-        'if path.read_text(encoding="utf-8").startswith(token):',
+        '.strip().rpartition("\\n")[0] == token:',
+        ".startswith(token):",
         f"{_PRIVATE}a_server_removes_its_own_token_only",
     ),
     Mutant(

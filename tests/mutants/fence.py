@@ -5,7 +5,6 @@ from __future__ import annotations
 from .mutant import Mutant
 
 _FENCE = "example_trainer/serving/fence.py"
-_DOOR = "example_trainer/serving/fence.py"
 _ENGINE_CORE = "example_trainer/serving/vllm/engine_core.py"
 _HANDOVER = "example_trainer/serving/handover.py"
 _GUARD = "example_trainer/serving/auth.py"
@@ -167,9 +166,9 @@ FENCE: tuple[Mutant, ...] = (
     Mutant(
         "an engine that cannot pause ends all serving",
         _FENCE,
-        "                publish.abandoned = True\n                self._settle_soon(publish)\n                raise",
-        "                raise",
-        f"{_STATES}an_engine_that_cannot_pause_leaves_the_door_as_it_was",
+        "            publish.abandoned = True\n            self._settle_soon(publish)\n            raise",
+        "            raise",
+        f"{_STATES}an_engine_that_cannot_pause_leaves_the_gate_as_it_was",
     ),
     # What the weights are when a trainer has gone
     Mutant(
@@ -288,14 +287,14 @@ FENCE: tuple[Mutant, ...] = (
     # The gate
     Mutant(
         "a closed gate lets in",
-        _DOOR,
+        _FENCE,
         "while self._closed:",
         "while False:",
         f"{_STATES}newcomers_wait_outside_until_the_publish_has_ended",
     ),
     Mutant(
         "drained when the first has left",
-        _DOOR,
+        _FENCE,
         "if self.inside == 0:",
         "if True:",
         f"{_STATES}finish_waits_until_the_last_has_left",
@@ -309,7 +308,7 @@ FENCE: tuple[Mutant, ...] = (
     ),
     Mutant(
         "who waited is not refused",
-        _DOOR,
+        _FENCE,
         "            await self._changed.wait()\n            self.check()",
         "            await self._changed.wait()",
         f"{_STATES}stopping_turns_everybody_away_even_those_waiting",

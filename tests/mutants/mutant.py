@@ -14,3 +14,5 @@ class Mutant:
     old: str
     new: str
     test: str
+    program: str | None = None
+    """A program without which the test does nothing, so that the mutant is skipped."""

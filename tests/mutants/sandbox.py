@@ -11,6 +11,7 @@ from environments.sandbox import limits
 
 from .mutant import Mutant
 
+_PROGRAM = "bwrap"
 _BUBBLEWRAP = "environments/sandbox/isolation.py"
 _NAMESPACES = "environments/sandbox/isolation.py"
 _SUPERVISOR = "environments/sandbox/supervisor.py"
@@ -41,7 +42,9 @@ _EVERYWHERE = (
     ),
     # What is shown, and how
     Mutant("no filter in namespaces", _NAMESPACES, "system_calls.install(denied)", "pass", f"{_ESCAPES}[namespaces]"),
-    Mutant("no filter in bubblewrap", _BUBBLEWRAP, ', "--seccomp", str(FILTER)]', "]", f"{_ESCAPES}[bubblewrap]"),
+    Mutant(
+        "no filter in bubblewrap", _BUBBLEWRAP, ', "--seccomp", str(FILTER)]', "]", f"{_ESCAPES}[bubblewrap]", _PROGRAM
+    ),
     Mutant("files in memory", _CALLS, '"memfd_create": (319, 279),', "", f"{_ESCAPES}[namespaces]"),
     Mutant("new namespaces", _CALLS, "_NEW_NAMESPACES = 0x7E020000", "_NEW_NAMESPACES = 0", f"{_ESCAPES}[namespaces]"),
     Mutant("datagrams", _CALLS, "(_IF_EQUAL, 1, 0, _SOCK_STREAM)", "(_IF_EQUAL, 1, 1, 0)", f"{_ESCAPES}[namespaces]"),
@@ -53,8 +56,8 @@ _EVERYWHERE = (
         _ESCAPES,
     ),
     Mutant("input that can be changed", _LAUNCH, "fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)", "del seals", _ESCAPES),
-    Mutant("a shared network", _BUBBLEWRAP, '"--unshare-net", ', "", _OWN),
-    Mutant("shared IPC", _BUBBLEWRAP, '"--unshare-ipc", ', "", _OWN),
+    Mutant("a shared network", _BUBBLEWRAP, '"--unshare-net", ', "", _OWN, _PROGRAM),
+    Mutant("shared IPC", _BUBBLEWRAP, '"--unshare-ipc", ', "", _OWN, _PROGRAM),
     Mutant("the machine's network", _NAMESPACES, " | CLONE_NEWNET\n", "\n", _OWN),
     Mutant(
         "the machine's IPC",
@@ -70,12 +73,12 @@ _EVERYWHERE = (
         "pass",
         _MOUNTS,
     ),
-    Mutant("a writable root folder in bubblewrap", _BUBBLEWRAP, '"--remount-ro", "/", ', "", _MOUNTS),
+    Mutant("a writable root folder in bubblewrap", _BUBBLEWRAP, '"--remount-ro", "/", ', "", _MOUNTS, _PROGRAM),
     Mutant(
         "writable programs", _NAMESPACES, "MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV)", "0)", _MOUNTS
     ),
     Mutant("a working folder of any size", _NAMESPACES, "size={launch.file_bytes},", "", _MOUNTS),
-    Mutant("any size in bubblewrap", _BUBBLEWRAP, '"--size", str(launch.file_bytes), ', "", _MOUNTS),
+    Mutant("any size in bubblewrap", _BUBBLEWRAP, '"--size", str(launch.file_bytes), ', "", _MOUNTS, _PROGRAM),
     Mutant("any number of files", _NAMESPACES, "nr_inodes={MOST_FILES},mode", "mode", _MOUNTS),
     # What the supervisor holds a run to
     Mutant(
@@ -84,6 +87,7 @@ _EVERYWHERE = (
         "if folder.f_files - folder.f_ffree > MOST_FILES:",
         "if False:",
         f"{_GREEDY}[bubblewrap]",
+        _PROGRAM,
     ),
     Mutant(
         "memory is not counted",
@@ -158,7 +162,7 @@ _EVERYWHERE = (
         "PR_SET_PDEATHSIG, 0",
         _KILLED,
     ),
-    Mutant("it goes on in bubblewrap", _BUBBLEWRAP, '"--die-with-parent", ', "", _KILLED),
+    Mutant("it goes on in bubblewrap", _BUBBLEWRAP, '"--die-with-parent", ', "", _KILLED, _PROGRAM),
     Mutant(
         "a dead environment's run goes on",
         _SUPERVISOR,
@@ -245,7 +249,12 @@ _AS_ROOT = (
 
 _WITH_GROUPS = (
     Mutant(
-        "no group is entered", _SUPERVISOR, "            group.enter()", "            pass", f"{_GREEDY}[bubblewrap]"
+        "no group is entered",
+        _SUPERVISOR,
+        "            group.enter()",
+        "            pass",
+        f"{_GREEDY}[bubblewrap]",
+        _PROGRAM,
     ),
     Mutant(
         "any memory in a group",

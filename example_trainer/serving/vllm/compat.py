@@ -75,6 +75,7 @@ def check_internals() -> None:
             "Scheduler.schedule",
             "Scheduler.update_from_output",
             "Scheduler.get_request_counts",
+            "Scheduler._free_request",
         ),
         "vllm.v1.engine.input_processor": ("InputProcessor.process_inputs",),
         "vllm.outputs": ("WeightVersionSpan",),

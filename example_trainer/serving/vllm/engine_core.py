@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from example_trainer.serving.drain import Running
 from example_trainer.serving.vllm.patches import install_grammar_libraries
+from example_trainer.serving.vllm.step_times import StepTimes, noting_length
 
 
 @dataclass(slots=True)
@@ -147,6 +149,7 @@ class Tally:
     prefix_hit_tokens: int = 0
     discarded_by_request: dict[str, int] = field(default_factory=dict)
     buffer: OutputBuffer = field(default_factory=OutputBuffer)
+    times: StepTimes = field(default_factory=StepTimes)
 
     def as_reply(self, **more: int) -> dict[str, int]:
         return {
@@ -168,6 +171,8 @@ def install() -> None:
     EngineCore.atropos_pause = _pause
     EngineCore.atropos_resume = _resume
     EngineCore.atropos_counters = _counters
+    EngineCore.atropos_running = _running
+    Scheduler._free_request = noting_length(Scheduler._free_request, lambda one: tally_of(one).times)  # noqa: SLF001  each request's end
     Scheduler.schedule = _counting_schedule(Scheduler.schedule)
     Scheduler.update_from_output = _counting_update(Scheduler.update_from_output)
 
@@ -201,6 +206,7 @@ def _answer_after_pause(core: Any, discard: bool, answer: Future[dict[str, int]]
 def _after_pause(core: Any, discard: bool) -> dict[str, int]:
     scheduler = core.scheduler
     tally = tally_of(scheduler)
+    tally.times.interrupt()
     _send_buffered(core, tally)
     paused = sum(scheduler.get_request_counts())
     discarded = 0
@@ -265,6 +271,24 @@ def _counters(core: Any) -> dict[str, int]:
     )
 
 
+def _running(core: Any) -> Running:
+    """Return the running requests and the times of steps, for the choice how long a publish drains."""
+    scheduler = core.scheduler
+    running, times = scheduler.running, tally_of(scheduler).times
+    step_seconds, request_seconds, prefill_seconds = times.fit()
+    return {
+        "computed_tokens": [request.num_computed_tokens for request in running],
+        "generated_tokens": [request.num_output_tokens for request in running],
+        "token_limits": [request.max_tokens for request in running],
+        "waiting": scheduler.get_request_counts()[1],
+        "distinct_tokens": _count_computed(scheduler),
+        "last_lengths": list(times.lengths),
+        "step_seconds": step_seconds,
+        "request_seconds": request_seconds,
+        "prefill_seconds": prefill_seconds,
+    }
+
+
 def _counting_schedule(schedule: Any) -> Any:
     """Return `schedule` changed to count the planned tokens that had been computed before a pause discarded them."""
 
@@ -309,9 +333,11 @@ def _note_recomputed(scheduler: Any, tally: Tally, plan: Any) -> None:
 def _counting_update(update: Any) -> Any:
     """Return `update_from_output` changed to count the tokens it returns and to hold those that may wait."""
 
-    def counting(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = update(scheduler, *args, **kwargs)
+    def counting(scheduler: Any, plan: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = update(scheduler, plan, *args, **kwargs)
         tally = tally_of(scheduler)
+        requests, tokens = len(plan.num_scheduled_tokens), plan.total_num_scheduled_tokens
+        tally.times.end_step(requests, tokens, goes_on=bool(scheduler.running))
         for client_index, client in list(outputs.items()):
             tally.generated_tokens += sum(len(output.new_token_ids) for output in client.outputs)
             client.outputs = tally.buffer.pass_on(scheduler, client.outputs)

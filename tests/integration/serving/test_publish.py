@@ -40,6 +40,19 @@ def test_r1_no_token_is_sampled_from_a_mixture(shared_server, reference, decode_
     assert sum(answer["paused_requests"] for answer in answers) >= 6 * 16
 
 
+def test_a_publish_that_chooses_how_long_to_drain_expects_about_the_loss_that_comes(
+    shared_server, decode_under_publishes, errors_of
+):
+    replies, answers, weights = decode_under_publishes(
+        shared_server, publishes=6, output_tokens=400, in_flight="auto", drain_seconds=0.5
+    )
+    errors = [error for reply in replies for error in errors_of(weights, reply)]
+    assert max(errors) <= MAX_ERROR
+    expected, came = (sum(answer[name] for answer in answers) for name in ("expected_loss_seconds", "loss_seconds"))
+    assert expected > 0
+    assert expected / 4 <= came <= 4 * expected, (expected, came)
+
+
 def test_r1_recomputed_tokens_are_counted_exactly(shared_server, reference, decode_under_publishes):
     before = shared_server.debug()
     replies, answers, _ = decode_under_publishes(shared_server, publishes=3, output_tokens=200, in_flight="recompute")

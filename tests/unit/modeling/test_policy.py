@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from example_trainer.errors import BadLayerFilter, CheckpointError, ModelNotFound, NonfiniteWeights
 from example_trainer.model import load_policy
+from example_trainer.modeling.activation_offloading import CannotOffload, offload_layer_inputs
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.testing import make_tiny_model
 
@@ -166,6 +167,30 @@ def test_gradient_checkpointing_gives_the_same_gradients(tiny_family):
     loss_of(checkpointed).backward()
     for name, master in plain.masters.items():
         torch.testing.assert_close(checkpointed.masters[name].grad, master.grad)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_layer_inputs_kept_elsewhere_give_the_same_gradients(tiny_family, family):
+    plain, offloaded = (load_policy(options_for(tiny_family(family), gradient_checkpointing=True)) for _ in range(2))
+    away, back = [], []
+    offload_layer_inputs(
+        offloaded.module,
+        pack=lambda kept: away.append(kept.shape) or kept.detach().clone(),
+        unpack=lambda copy: back.append(copy.shape) or copy.clone(),
+    )
+    loss_of(plain).backward()
+    loss_of(offloaded).backward()
+    for name, master in plain.masters.items():
+        assert torch.equal(offloaded.masters[name].grad, master.grad)
+    hidden = plain.module.config.hidden_size
+    assert sorted(away) == sorted(back)
+    assert [shape for shape in away if len(shape) == 3 and shape[-1] == hidden], "the input of each layer"
+    assert len(away) == plain.module.config.num_hidden_layers
+
+
+def test_a_model_without_layers_that_are_checkpointed_cannot_offload_their_inputs():
+    with pytest.raises(CannotOffload, match="--activation-offloading: Linear has no layers"):
+        offload_layer_inputs(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

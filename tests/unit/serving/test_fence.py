@@ -10,7 +10,7 @@ from example_trainer.serving.fence import Fence
 from example_trainer.serving.problems import Problem
 from example_trainer.weight_protocol.shm_header import WriteRefused
 
-from .publishing import begin, publish, refusal_of
+from .publishing import begin, publish, reached, refusal_of
 
 pytestmark = pytest.mark.anyio
 
@@ -55,6 +55,45 @@ async def test_finish_waits_until_the_last_has_left(fence, gate, header):
         assert not beginning.done()
         gate.leave()
     await asyncio.wait_for(beginning, 1)
+
+
+async def test_auto_waits_as_long_as_the_engine_makes_it_worth_and_says_what_it_cost(fence, gate, engine, header):
+    await publish(fence, header, 1)
+    await gate.enter()
+    engine.now_running |= {
+        "computed_tokens": [40],
+        "generated_tokens": [30],
+        "token_limits": [32],
+        "distinct_tokens": 40,
+        "step_seconds": 0.05,
+        "prefill_seconds": 0.01,
+    }
+    began = asyncio.get_running_loop().time()
+    answer = await publish(fence, header, 2, in_flight="auto", drain_seconds=30.0)
+    assert 0.1 <= asyncio.get_running_loop().time() - began < 5, "two steps of 0.05 s, not 30 s"
+    assert engine.calls[-3:] == [("running", None), ("pause", True), ("resume", "2")]
+    assert answer["expected_loss_seconds"] == pytest.approx(0.0, abs=0.06)
+    assert answer["loss_seconds"] == pytest.approx(12 * 0.01, abs=0.02)
+    assert (fence.expected_loss_seconds, fence.loss_seconds) == (
+        answer["expected_loss_seconds"],
+        answer["loss_seconds"],
+    )
+
+
+async def test_auto_asks_nothing_and_loses_nothing_if_nothing_runs(fence, engine, header):
+    answer = await publish(fence, header, 1, in_flight="auto", drain_seconds=30.0)
+    assert engine.calls == [("pause", True), ("resume", "1")]
+    assert answer["expected_loss_seconds"] == answer["loss_seconds"] == 0
+
+
+async def test_an_engine_that_cannot_say_what_runs_is_resumed(fence, gate, engine, header):
+    await publish(fence, header, 1)
+    await gate.enter()
+    engine.failing.add("running")
+    with pytest.raises(RuntimeError):
+        await fence.begin(lease_seconds=30, drain_seconds=1.0, in_flight="auto")
+    assert await reached(lambda: not fence.publishing)
+    await asyncio.wait_for(gate.enter(), 1)
 
 
 async def test_recompute_does_not_wait(fence, gate, header):
@@ -171,7 +210,7 @@ async def test_a_second_publish_is_refused_while_one_is_under_way(fence):
     assert (caught.value.status, caught.value.kind) == (409, "publish-in-progress")
 
 
-async def test_an_engine_that_cannot_pause_leaves_the_door_as_it_was(fence, engine, gate, header):
+async def test_an_engine_that_cannot_pause_leaves_the_gate_as_it_was(fence, engine, gate, header):
     await publish(fence, header, 1)
     engine.failing.add("pause")
     with pytest.raises(RuntimeError):

@@ -134,6 +134,11 @@ _MODEL = {
     "gradient_checkpointing": Effect(
         argv="--gradient-checkpointing", holds=lambda seen, usual: seen.layer_calls > usual.layer_calls
     ),
+    "activation_offloading": Effect(
+        argv="--activation-offloading",
+        beside="--gradient-checkpointing",
+        holds=lambda seen, usual: "has no effect on a CPU" in seen.log and "has no effect on a CPU" not in usual.log,
+    ),
     "debug_loading": Effect(
         argv="--debug-loading", holds=lambda seen, usual: "layers.0" in seen.log and "layers.0" not in usual.log
     ),

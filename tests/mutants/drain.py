@@ -1,0 +1,47 @@
+"""One-line faults of the choice how long a publish drains."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+_DRAIN = "example_trainer/serving/drain.py"
+_TIMES = "example_trainer/serving/vllm/step_times.py"
+_CHOICE = "unit/serving/test_drain.py::test_"
+
+DRAIN: tuple[Mutant, ...] = (
+    Mutant(
+        "the time that idle places waste is forgotten",
+        _DRAIN,
+        "losses = lost + again",
+        "losses = again",
+        f"{_CHOICE}long_outputs_are_paused_at_once_for_what_it_costs_to_compute_them_again",
+    ),
+    Mutant(
+        "what is computed again is forgotten",
+        _DRAIN,
+        'losses = lost + again * running["prefill_seconds"]',
+        "losses = lost + 0 * again",
+        f"{_CHOICE}outputs_that_are_about_to_end_are_waited_for",
+    ),
+    Mutant(
+        "an output's limit is forgotten",
+        _DRAIN,
+        'return np.where(reached >= np.asarray(running["token_limits"])[:, None], 0.0, survival)',
+        "return survival",
+        f"{_CHOICE}the_limit_of_a_request_is_known_without_any_output_before_it",
+    ),
+    Mutant(
+        "a shared prefix counts for each request",
+        _DRAIN,
+        "again = shared * (",
+        "again = (",
+        f"{_CHOICE}a_prefix_that_requests_share_is_computed_again_once",
+    ),
+    Mutant(
+        "the time of a pause counts as a step's",
+        _TIMES,
+        "        self._ended = None\n",
+        "        pass\n",
+        f"{_CHOICE}the_time_after_a_pause_or_an_idle_time_is_no_steps_time",
+    ),
+)
