@@ -38,7 +38,7 @@ from environments.tasks.arithmetic import Problem, grade, problem_stream
 from example_trainer.api import BrokerSession
 from example_trainer.cli import run_trackers
 from example_trainer.config import TrainingConfig
-from example_trainer.data import MASKED, PLACEHOLDER_LOGPROB
+from example_trainer.group_sequences import MASKED, PLACEHOLDER_LOGPROB
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.monitoring.trackers import METRICS_FILE, read_metrics

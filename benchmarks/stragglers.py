@@ -30,7 +30,7 @@ from environments.arithmetic_server import ArithmeticEnv, ArithmeticEnvConfig
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, LateMembers
 from environments.sdk.groups import Item, ScoredDataItem
 from environments.sdk.runtime.worker import EnvironmentWorker
-from example_trainer.group_optional_fields import leave_out_absent
+from example_trainer.group_sequences import leave_out_absent
 from example_trainer.tiny.tokenizer import save_tokenizer
 
 GROUP_SIZE, BATCH_SIZE = 8, 64

@@ -237,8 +237,7 @@ def _bridge(config: TrainingConfig, ranks: Ranks, session: BrokerSession) -> Wei
 
     if ranks.world_size == 1:
         return make_bridge(config, registry=session)
-    from example_trainer.distributed.collective_publish import CollectiveWeightSource
-    from example_trainer.distributed.rank0_proxy import RankedBridge
+    from example_trainer.distributed.rank0_proxy import CollectiveWeightSource, RankedBridge
 
     own = make_bridge(config, partial(CollectiveWeightSource, ranks), registry=session) if ranks.is_main else None
     return RankedBridge(own, policy_options(config), ranks, by_bucket=config.broadcasts)

@@ -2,8 +2,7 @@
 
 A token is trained where its mask is not -100. It is predicted by the state one position before it, so the arrays
 hold one entry per trained token (label, rollout logprob, advantage, temperature, version) and the packing finds the
-state; nothing is padded or shifted by hand. `inference_logprobs` holds a placeholder of 1.0 wherever nothing was
-sampled; at a trained token it is an error.
+state; nothing is padded or shifted by hand. `group_sequences` reads the arrays of one sequence.
 
 Sequences without a learning signal are left out: groups without reward differences, `set_advantage_to_zero`, rows
 without a trained token, rows longer than `--seq-len` (unless these are cut), and truncated answers if those are masked.
@@ -13,8 +12,7 @@ Their rewards stay in their group's baseline. Absent members of closed groups ar
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,17 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atropos_api.wire import Batch, Group
-from example_trainer.errors import BadBatch, MissingLogprobs
-from example_trainer.group_optional_fields import (
-    FloatArray,
-    IntArray,
-    Teacher,
-    override_of,
-    supplied_advantages,
-    supplied_reference,
-    supplied_teacher,
-    where,
-)
+from example_trainer.group_sequences import MASKED, Candidate, override_of, read_sequence
 from example_trainer.modeling.micro_batches import Row
 from example_trainer.objective.advantages import (
     AdvantageSettings,
@@ -48,47 +36,7 @@ from example_trainer.objective.advantages import (
 from example_trainer.objective.losses import Targets
 from example_trainer.options.training_options import TrainingOptions
 
-
-@dataclass(slots=True, eq=False)
-class Candidate:
-    """A sequence that may be trained, before its advantage is final: its arrays hold one entry per trained token."""
-
-    tokens: IntArray
-    targets: IntArray
-    rollout_logprobs: FloatArray
-    temperature: float
-    advantages: FloatArray | None
-    """Per trained token, when the environment supplies them."""
-    reference_logprobs: FloatArray | None
-    teacher: Teacher | None
-    truncated_sampling: bool
-    versions: IntArray
-    version_bounds: IntArray
-    group: int
-    sample: int
-    """Index of the sequence in its group."""
-    advantage: float = 0.0
-
-    def cut(self, length: int) -> None:
-        """Drop everything beyond the first `length` tokens."""
-        inside = slice(int(np.searchsorted(self.targets, length)))
-        self.tokens, self.targets = self.tokens[:length], self.targets[inside]
-        self.rollout_logprobs = self.rollout_logprobs[inside]
-        self.versions, self.version_bounds = self.versions[inside], self.version_bounds[inside]
-        if self.advantages is not None:
-            self.advantages = self.advantages[inside]
-        if self.reference_logprobs is not None:
-            self.reference_logprobs = self.reference_logprobs[inside]
-        if self.teacher is not None:
-            self.teacher = (self.teacher[0][inside], self.teacher[1][inside])
-
-
 logger = logging.getLogger(__name__)
-
-MASKED = -100
-PLACEHOLDER_LOGPROB = 1.0
-UNKNOWN_VERSION = -1
-DEFAULT_TEMPERATURE = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +106,7 @@ def prepare_batch(
     counts = dict.fromkeys(("overlong", "truncated", "no_signal", "no_trained_token", "zeroed"), 0)
     counts["absent"] = absent
     read = [
-        [_read_sequence(group, number, index, settings) for index in range(len(group.tokens))]
+        [read_sequence(group, number, index, reads_teacher=settings.teacher) for index in range(len(group.tokens))]
         for number, group in enumerate(batch.groups)
     ]
     lengths = [len(candidate.targets) for candidates in read for candidate in candidates]
@@ -202,27 +150,6 @@ def _scores(group: Group, settings: DataSettings) -> list[float]:
     return [float(score) + penalty for score, penalty in zip(group.scores, penalties, strict=True)]
 
 
-def find_temperature(group: Group, index: int) -> float:
-    """Return one sequence's sampling temperature, from its override, generation_params, group_overrides, or else 1."""
-    for source in (override_of(group, index), group.generation_params, group.group_overrides):
-        if isinstance(source, Mapping) and source.get("temperature") is not None:
-            return _checked_temperature(source["temperature"], where(group, index))
-    return DEFAULT_TEMPERATURE
-
-
-def _checked_temperature(value: object, place: str) -> float:
-    try:
-        temperature = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        temperature = math.nan
-    if math.isfinite(temperature) and temperature > 0.0:
-        return temperature
-    raise BadBatch(
-        f"{place}: temperature {value} gives no distribution to learn from; sample rollouts for training at a "
-        "temperature above 0"
-    )
-
-
 def generator_for(seed: int, batch_number: int) -> torch.Generator:
     """Return the random generator for one batch of one run.
 
@@ -237,68 +164,6 @@ def report_logprobs(batch: Batch) -> None:
     sample = next((group.inference_logprobs[0] for group in batch.groups if group.inference_logprobs), None)
     if sample is not None:
         logger.info("inference_logprobs found in batch (sample len: %d)", len(sample))
-
-
-def _read_sequence(group: Group, number: int, index: int, settings: DataSettings) -> Candidate:
-    tokens = np.asarray(group.tokens[index], dtype=np.int64)
-    mask = np.asarray(group.masks[index], dtype=np.int64)
-    if len(mask) != len(tokens):
-        raise BadBatch(f"{where(group, index)}: {len(tokens)} tokens but {len(mask)} mask entries")
-    positions = np.flatnonzero(mask != MASKED)
-    targets = positions[positions > 0]  # nothing precedes the first token, so nothing predicts it
-    wrong = targets[mask[targets] != tokens[targets]]
-    if len(wrong):
-        raise BadBatch(
-            f"{where(group, index)}: mask at position {wrong[0]} is {mask[wrong[0]]}, neither -100 nor the token "
-            f"{tokens[wrong[0]]}"
-        )
-    versions = _versions(group, index, len(tokens))[targets]
-    bound = UNKNOWN_VERSION if group.received_version is None else group.received_version
-    return Candidate(
-        tokens=tokens,
-        targets=targets,
-        rollout_logprobs=_rollout_logprobs(group, index, targets, len(tokens)),
-        temperature=find_temperature(group, index),
-        advantages=supplied_advantages(group, index, targets, len(tokens)),
-        reference_logprobs=supplied_reference(group, index, targets, len(tokens)),
-        teacher=supplied_teacher(group, index, targets, len(tokens)) if settings.teacher else None,
-        truncated_sampling=bool((group.generation_params or {}).get("truncated_sampling")),
-        versions=versions,
-        version_bounds=np.where(versions == UNKNOWN_VERSION, bound, versions),
-        group=number,
-        sample=index,
-    )
-
-
-def _rollout_logprobs(group: Group, index: int, targets: IntArray, length: int) -> FloatArray:
-    if not len(targets):
-        return np.zeros(0, dtype=np.float32)
-    if not group.inference_logprobs:
-        raise MissingLogprobs(_missing(group, index, "the group has none"))
-    values = np.asarray(group.inference_logprobs[index], dtype=np.float32)
-    if len(values) != length:
-        raise MissingLogprobs(_missing(group, index, f"{len(values)} logprobs for {length} tokens"))
-    chosen = values[targets]
-    bad = np.flatnonzero((chosen == PLACEHOLDER_LOGPROB) | ~np.isfinite(chosen))
-    if len(bad):
-        cause = f"{chosen[bad[0]]:g} at trained position {targets[bad[0]]}"
-        raise MissingLogprobs(_missing(group, index, cause))
-    return chosen
-
-
-def _missing(group: Group, index: int, cause: str) -> str:
-    return (
-        f"GRPO requires inference_logprobs for importance sampling: {where(group, index)}: {cause}; "
-        "let the environment sample through a server that returns logprobs (--openai.server_type vllm)"
-    )
-
-
-def _versions(group: Group, index: int, length: int) -> IntArray:
-    versions = np.full(length, UNKNOWN_VERSION, dtype=np.int64)
-    if group.policy_versions and index < len(group.policy_versions):
-        for start, end, version in group.policy_versions[index]:
-            versions[start:end] = UNKNOWN_VERSION if version is None else version
-    return versions
 
 
 def _is_zeroed(group: Group, index: int) -> bool:

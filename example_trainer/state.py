@@ -91,7 +91,7 @@ class Progress:
 class Phases:
     """The parts of a step that are in progress, each with the time at which it began; another thread may read them.
 
-    With `--overlap-publish` a publish is in progress beside training.
+    With `--overlap-publish` a publish runs in parallel with training.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
-"""Test doubles for the trainer without vLLM: tiny models, a bridge that serves in process, and rollouts.
+"""Test doubles for the trainer without vLLM: tiny models, bridges without a server, and rollouts.
 
-`ServingBridge` fully implements `WeightBridge`: a publish copies the masters into the weights that a `Sampler` reads,
-under the given version, so that rollouts carry true logprobs and versions and the measured staleness is real.
+`LocalBridge` publishes to nothing, for training on recorded batches and tests of the loop. `ServingBridge` fully
+implements `WeightBridge`: a publish copies the masters into the weights that a `Sampler` reads, under the given
+version, so that rollouts carry true logprobs and versions and the measured staleness is real.
 """
 
 from __future__ import annotations
@@ -22,16 +23,15 @@ from atropos_api.wire import EnvironmentRequest, Group
 from example_trainer.api import BrokerSession
 from example_trainer.cli import ranked_session, run_trackers
 from example_trainer.config import TrainingConfig
-from example_trainer.data import MASKED, PLACEHOLDER_LOGPROB
 from example_trainer.distributed.rank0_proxy import RankedBridge
 from example_trainer.distributed.ranks import Ranks, joined_ranks
+from example_trainer.group_sequences import MASKED, PLACEHOLDER_LOGPROB
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import PolicyOptions, policy_options
 from example_trainer.modeling.lora import AdapterOptions
 from example_trainer.modeling.policy import Policy
 from example_trainer.trainers import Trainer
-from example_trainer.weights.base import PublishReport
-from example_trainer.weights.testing import LocalBridge
+from example_trainer.weights.base import PublishReport, WeightBridge
 
 Reward = Callable[[Sequence[int]], float]
 
@@ -58,7 +58,34 @@ def make_tiny_model(
     return directory
 
 
-class ServingBridge:
+class LocalBridge(WeightBridge):
+    """Implements `WeightBridge` without a server; a publish only records its version."""
+
+    def __init__(self, options: PolicyOptions) -> None:
+        self._options = options
+        self.published_versions: list[int] = []
+
+    def prepare(self) -> Policy:
+        return load_policy(self._options)
+
+    def publish(self, version: int) -> PublishReport:
+        self.published_versions.append(version)
+        return PublishReport(version=version, seconds=0.0)
+
+    def highest_version(self) -> int:
+        return max(self.published_versions, default=0)
+
+    def should_publish(self, steps_since_publish: int) -> bool:
+        return steps_since_publish > 0
+
+    def needs_publish(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        return None
+
+
+class ServingBridge(WeightBridge):
     """A weight bridge that loads a local policy: it serves a copy of it to a `Sampler` for each published version."""
 
     def __init__(self, options: PolicyOptions, *, publish_seconds: float = 0.0) -> None:
@@ -89,9 +116,6 @@ class ServingBridge:
         self._served = (version, weights)
         self.published.append((version, time.monotonic()))
         return PublishReport(version=version, seconds=time.monotonic() - started)
-
-    def notify_update(self) -> PublishReport:
-        return self.publish(self.highest_version() + 1)
 
     def lose_server(self) -> None:
         """Simulate a server restart: nothing is served until the next publish."""

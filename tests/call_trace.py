@@ -105,9 +105,8 @@ def trace_training_step(folder: Path) -> list[str]:
     from example_trainer.cli import run_reporter, run_trackers
     from example_trainer.config import TrainingConfig
     from example_trainer.modeling.loading import policy_options
-    from example_trainer.testing import make_tiny_model
+    from example_trainer.testing import LocalBridge, make_tiny_model
     from example_trainer.trainers import Trainer
-    from example_trainer.weights.testing import LocalBridge
 
     trace = CallTrace("example_trainer")
 

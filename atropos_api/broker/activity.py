@@ -58,7 +58,7 @@ class Wait:
             self.open_requests -= 1
 
     def seconds(self, now: float) -> float | None:
-        """Return the time waited so far, or None while nobody waits."""
+        """Return the time waited so far, or None if there is no wait."""
         return now - self.since if self.since is not None and self.lasts(now) else None
 
 

@@ -162,6 +162,12 @@ class Batches:
         known = self._state.registered_sizes() | sizes
         return sorted(size for size in sizes if not can_fill(known, run.batch_size, containing=size))
 
+    def count_unpackable(self, groups: Sequence[GroupRow]) -> None:
+        """Count those of these new groups that no batch can ever hold."""
+        run = self._state.runs.open
+        if run is not None and (stuck := self.unpackable_sizes(run)):
+            self._state.counters.groups_unpackable_total += sum(group.size in stuck for group in groups)
+
     def is_short_of(self, run: RunRow, row: EnvironmentRow) -> bool:
         """Return True if the next batch needs more groups of this environment, although enough is queued.
 

@@ -18,21 +18,19 @@ from atropos_api.broker.environments import Environments
 from atropos_api.broker.inference_servers import InferenceServers
 from atropos_api.broker.items import Items
 from atropos_api.broker.pacing import GroupSizes, Pacer
-from atropos_api.broker.packing import batch_in_sequences
 from atropos_api.broker.policy_holds import PolicyHolds
 from atropos_api.broker.queue import GroupQueue
 from atropos_api.broker.recent_batches import RecentBatches
 from atropos_api.broker.recovery import Repair, recover
-from atropos_api.broker.reports import Reports
+from atropos_api.broker.reports import Reports, RunMetrics
 from atropos_api.broker.rollouts import Rollouts
-from atropos_api.broker.run_metrics import RunMetrics
 from atropos_api.broker.run_succession import RunSuccession
 from atropos_api.broker.runs import Runs
 from atropos_api.broker.state import BrokerSettings, Clock, EventLog, State
 from atropos_api.broker.submissions import IdempotencyKeys, Submissions
 from atropos_api.errors import BrokerError, DamagedBatch, InvalidRequest, StoreDamaged
 from atropos_api.store.backup import Backup
-from atropos_api.store.base import LOST, NO_RUN, BodyLog, EnvironmentRow, GroupRow, Ledger, RunRow, Snapshot
+from atropos_api.store.base import LOST, BodyLog, EnvironmentRow, GroupRow, Ledger, RunRow, Snapshot
 from atropos_api.store.failpoints import Failpoint, Reach, ignore_failpoint
 from atropos_api.wire.group_json import CheckedGroup
 from atropos_api.wire.messages import (
@@ -154,7 +152,7 @@ class Broker:
         return self.run_info(run)
 
     def finish_run(self, run_id: str, *, epoch: int | None = None) -> None:
-        """End a run for good: its environments are asked to stop. Ending it twice is harmless.
+        """End a run: its environments are asked to stop. Ending it twice is harmless.
 
         A trainer passes its epoch, so that it cannot end a run that its successor has taken over; an operator may omit
         it.
@@ -286,29 +284,13 @@ class Broker:
         self.sizes.warn()
         self.state.events.add("environment-registered", environment_id=row.environment_id, name=row.name)
         self.state.pacing_changed()
-        return self.environment_info(row)
+        return self.pacer.environment_info(row)
 
     def disconnect_environment(self, environment_id: int) -> None:
         self.state.environments.disconnect(environment_id)
         self.sizes.warn()
         self.state.events.add("environment-left", environment_id=environment_id)
         self.state.pacing_changed()
-
-    def environment_info(self, row: EnvironmentRow) -> EnvironmentInfo:
-        run = self.state.runs.open
-        return EnvironmentInfo(
-            environment_id=row.environment_id,
-            display_name=row.display_name,
-            pacing=self.pacing(row),
-            run_id=run.run_id if run else None,
-            batch_size=batch_in_sequences(run, row.group_size) if run else 0,
-            max_token_length=run.max_token_length if run else 0,
-            num_steps=run.num_steps if run else 0,
-            checkpoint_dir=run.checkpoint_dir if run else "",
-            checkpoint_interval=run.checkpoint_interval if run else 0,
-            wandb_project=run.wandb_project if run else "",
-            wandb_group=run.wandb_group if run else "",
-        )
 
     def heartbeat(self, environment_id: int) -> Pacing:
         row = self.state.environments.get(environment_id)
@@ -387,14 +369,14 @@ class Broker:
         if fresh:
             try:
                 taken = self.submissions.take(
-                    fresh, [environment_id] * len(fresh), run_id=own_run or self.run_for(row), key=key_row
+                    fresh, [environment_id] * len(fresh), run_id=own_run or self.pacer.run_for(row), key=key_row
                 )
             except BrokerError:
                 self.submissions.settle([], repeated, lost=repeated)
                 raise
         if had_room and not self.pacer.has_room():
             self.state.pacing_changed()
-        self.count_unpackable(taken)
+        self.batches.count_unpackable(taken)
         repeatable = () if key is not None else groups
         return self._submitted(row, taken, duplicates=len(repeated), repeatable=repeatable, repeated=repeated)
 
@@ -412,36 +394,6 @@ class Broker:
         repeated: Sequence[CheckedGroup] = (),
     ) -> SubmissionReceipt:
         self.state.counters.groups_duplicate_total += duplicates
-        waiting = sum(not self.can_be_used(group.size, row) for group in taken)
+        waiting = sum(not self.sizes.can_be_used(group.size, row) for group in taken)
         answer = SubmitAnswer(accepted=len(taken), buffered=waiting, duplicates=duplicates, pacing=self.pacing(row))
         return SubmissionReceipt(answer, taken, repeatable, repeated)
-
-    def run_for(self, row: EnvironmentRow | None) -> str:
-        """Return the run that a group belongs to: late groups of a finished run do not go to the next one."""
-        run = self.state.runs.open
-        if run is not None:
-            return run.run_id
-        if row is not None and row.run_id is not None and self.pacer.environment_state(row) == "finished":
-            return row.run_id
-        return NO_RUN
-
-    def can_be_used(self, size: int, environment: EnvironmentRow | None) -> bool:
-        """Return True if a queued group of this size is `received`, False if it is only `buffered`.
-
-        It is `received` if some batch can hold it, provided that the registered environments submit their groups. The
-        group sizes of an unregistered sender are known only from its groups, so they are assumed to keep coming.
-        """
-        run = self.state.runs.open
-        return run is None or self.sizes.can_use(run, size, keeps_coming=environment is None)
-
-    def count_unpackable(self, groups: Sequence[GroupRow]) -> None:
-        run = self.state.runs.open
-        if run is not None and (stuck := self.batches.unpackable_sizes(run)):
-            self.state.counters.groups_unpackable_total += sum(group.size in stuck for group in groups)
-
-    def under_pressure(self) -> bool:
-        """Return True if more than nine tenths of a queue limit (sequences or bytes) are used."""
-        queue, settings = self.state.queue, self.settings
-        return (
-            queue.sequences > 0.9 * settings.max_queued_sequences or queue.body_bytes > 0.9 * settings.max_queued_bytes
-        )

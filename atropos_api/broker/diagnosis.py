@@ -274,7 +274,7 @@ def _rollouts(facts: Facts) -> Finding | None:
 
 
 def _trainer(facts: Facts) -> Finding | None:
-    """As much is queued as may be, and the trainer asks for nothing."""
+    """The queue is full, and the trainer asks for no batch."""
     full = facts.limit > 0 and facts.outstanding >= facts.limit
     if facts.run is None or not full or facts.batch_wait_seconds is not None:
         return None

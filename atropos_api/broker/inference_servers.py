@@ -275,7 +275,7 @@ class InferenceServers:
 
 
 def _shown(entry: Entry) -> tuple[object, ...]:
-    """Return what followers act on: a change of anything else, such as its load, is no change of the set."""
+    """Return what followers act on: a change of anything else, such as its load, is not a change of the set."""
     report = entry.report
     return entry.state, entry.url, report.policy, report.mode, report.lease_id
 

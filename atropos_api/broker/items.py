@@ -1,4 +1,4 @@
-"""Leases of an environment's items, so that each item of a data set is used exactly once whatever is killed.
+"""Leases of an environment's items, so that each item of a data set is used exactly once, whichever process is killed.
 
 An item is a number, counted from 0 in each run; the environment knows what it stands for. A number is leased to one
 process and comes back when that is followed by another process of the same environment. The groups of an item are

@@ -18,8 +18,8 @@ from atropos_api.broker.packing import amount, batch_in_sequences, can_fill, in_
 from atropos_api.broker.policy_holds import PolicyHolds
 from atropos_api.broker.state import State
 from atropos_api.errors import UnusableGroupSize
-from atropos_api.store.base import EnvironmentRow, GroupRow, RunRow
-from atropos_api.wire.messages import Pacing
+from atropos_api.store.base import NO_RUN, EnvironmentRow, GroupRow, RunRow
+from atropos_api.wire.messages import EnvironmentInfo, Pacing
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,15 @@ class GroupSizes:
         queued = self._state.queue.groups_by_size
         waiting = {other: count for other, count in queued.items() if other not in known}
         return can_fill(known, run.batch_size, containing=size, at_most=waiting)
+
+    def can_be_used(self, size: int, environment: EnvironmentRow | None) -> bool:
+        """Return True if a queued group of this size is `received`, False if it is only `buffered`.
+
+        It is `received` if some batch can hold it, provided that the registered environments submit their groups. The
+        group sizes of an unregistered sender are known only from its groups, so they are assumed to keep coming.
+        """
+        run = self._state.runs.open
+        return run is None or self.can_use(run, size, keeps_coming=environment is None)
 
     def reason_to_pause(self, run: RunRow, row: EnvironmentRow) -> str | None:
         """Return the reason why no group of this environment can be trained now; None if some can."""
@@ -158,6 +167,23 @@ class Pacer:
             paused_because=obstacle,
         )
 
+    def environment_info(self, row: EnvironmentRow) -> EnvironmentInfo:
+        """Return an environment's id and pacing, and the settings of the run that it takes part in."""
+        run = self._state.runs.open
+        return EnvironmentInfo(
+            environment_id=row.environment_id,
+            display_name=row.display_name,
+            pacing=self.pacing(row),
+            run_id=run.run_id if run else None,
+            batch_size=batch_in_sequences(run, row.group_size) if run else 0,
+            max_token_length=run.max_token_length if run else 0,
+            num_steps=run.num_steps if run else 0,
+            checkpoint_dir=run.checkpoint_dir if run else "",
+            checkpoint_interval=run.checkpoint_interval if run else 0,
+            wandb_project=run.wandb_project if run else "",
+            wandb_group=run.wandb_group if run else "",
+        )
+
     def environment_state(self, row: EnvironmentRow) -> PacingState:
         """Return the state of an environment's work.
 
@@ -169,6 +195,15 @@ class Pacer:
             over = run.legacy and run.num_steps > 0 and run.starting_step + run.handed_batch >= run.num_steps
             return "finished" if over else "run"
         return "finished" if self._state.runs.has_finished(row.run_id) else "wait"
+
+    def run_for(self, row: EnvironmentRow | None) -> str:
+        """Return the run that a group belongs to: late groups of a finished run do not go to the next one."""
+        run = self._state.runs.open
+        if run is not None:
+            return run.run_id
+        if row is not None and row.run_id is not None and self.environment_state(row) == "finished":
+            return row.run_id
+        return NO_RUN
 
     def trained_steps(self, run: RunRow) -> int:
         if run.legacy:

@@ -78,7 +78,7 @@ class RunSuccession:
             raise
 
     def finish(self, run: RunRow) -> None:
-        """End a run for good: its environments are asked to stop. Ending it twice is harmless."""
+        """End a run: its environments are asked to stop. Ending it twice is harmless."""
         state = self._state
         if run.state == "finished":
             return

@@ -153,6 +153,13 @@ class State:
     def registered_sizes(self) -> frozenset[int]:
         return self.liveness().connected_sizes
 
+    def is_under_pressure(self) -> bool:
+        """Return True if more than nine tenths of a queue limit (sequences or bytes) are used."""
+        queue, settings = self.queue, self.settings
+        return (
+            queue.sequences > 0.9 * settings.max_queued_sequences or queue.body_bytes > 0.9 * settings.max_queued_bytes
+        )
+
     def pacing_changed(self) -> None:
         """Raise the revision: environments that wait on the old one get their answer now."""
         self.revision += 1

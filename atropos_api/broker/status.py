@@ -297,7 +297,7 @@ class AtroposStatus:
         budget = max_staleness_of(self._state, run)
         if budget is not None and budget + 1 < ASSUMED_MAX_BATCHES_OFFPOLICY:
             reported = -(-queue_size * ASSUMED_MAX_BATCHES_OFFPOLICY // (budget + 1))
-        if pause or self._broker.under_pressure():
+        if pause or self._broker.state.is_under_pressure():
             reported = max(reported, ASSUMED_MAX_BATCHES_OFFPOLICY * 10 * batch_sequences // group_size)
         steps_left = run.num_steps - self._broker.trained_steps(run)
         believable = max(queue_size, ((steps_left + 1) * batch_sequences - 1) // group_size)

@@ -169,7 +169,7 @@ class AtroposContract:
             if not key:
                 self._broker.submissions.settle([], repeated, lost=repeated)
             raise
-        self._broker.count_unpackable(rows)
+        self._broker.batches.count_unpackable(rows)
         if repeated:
             self._state.counters.groups_duplicate_total += len(repeated)
             logger.info("%d groups repeat groups that were accepted before; they are not accepted again", len(repeated))
@@ -286,7 +286,7 @@ class AtroposContract:
             else:
                 broker.touch(row)
         key_row = broker.keys.make(owner, key, len(groups)) if key is not None else None
-        return broker.submissions.take(groups, env_ids, run_id=broker.run_for(known[0]), key=key_row)
+        return broker.submissions.take(groups, env_ids, run_id=broker.pacer.run_for(known[0]), key=key_row)
 
     def _owner(self, group: CheckedGroup) -> str:
         row = self._state.environments.find(group.env_id)
@@ -302,7 +302,7 @@ class AtroposContract:
 
     def _can_be_used(self, group: GroupRow | QueueLane) -> bool:
         row = self._state.environments.find(group.env_id)
-        return self._broker.can_be_used(group.size, row)
+        return self._broker.sizes.can_be_used(group.size, row)
 
 
 def _same_trainer(run: RunRow, wanted: LegacyRegistration) -> bool:

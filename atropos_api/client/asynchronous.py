@@ -37,8 +37,9 @@ class AsyncBrokerClient:
     """A client of one broker. Close it, or use it as an async context manager.
 
     `timeout_seconds` bounds one attempt, `retry_seconds` all attempts of a call together, so that a broker restart in
-    between is no error. `form` is the form of groups and batches; a broker that does not know it gets JSON. The file of
-    a `TokenSource` is read again when the broker refuses its token, so that a token can be replaced during a run.
+    between is not an error. `form` is the form of groups and batches; a broker that does not know it gets JSON. The
+    file of a `TokenSource` is read again when the broker refuses its token, so that a token can be replaced during a
+    run.
     """
 
     def __init__(

@@ -36,8 +36,9 @@ class BrokerClient:
     """A client of one broker; usable from several threads. Close it, or use it as a context manager.
 
     `timeout_seconds` bounds one attempt, `retry_seconds` all attempts of a call together, so that a broker restart in
-    between is no error. `form` is the form of groups and batches; a broker that does not know it gets JSON. The file of
-    a `TokenSource` is read again when the broker refuses its token, so that a token can be replaced during a run.
+    between is not an error. `form` is the form of groups and batches; a broker that does not know it gets JSON. The
+    file of a `TokenSource` is read again when the broker refuses its token, so that a token can be replaced during a
+    run.
     """
 
     def __init__(

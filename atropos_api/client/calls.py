@@ -283,7 +283,7 @@ def unreachable(url: str, error: Exception | None, *, waited_seconds: float) -> 
 
 
 def report_wait(wait: Wait, url: str, error: Exception, on_wait: Callable[[str], None] | None) -> None:
-    """Raise if the broker at `url` is not worth waiting for any longer; else pass a line to `on_wait` if one is due."""
+    """Raise if the wait for the broker at `url` is over or useless; else pass a line to `on_wait` if one is due."""
     failure = unreachable(url, error, waited_seconds=wait.seconds)
     if isinstance(failure, BrokerHostUnknown) or wait.is_over:
         raise failure

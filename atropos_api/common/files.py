@@ -1,4 +1,4 @@
-"""Files and directories that are written whole or not at all: data goes beside the target, and is then renamed.
+"""Files and directories that are written whole or not at all: data is written next to the target and then renamed.
 
 `write_directory` and `move_link` do so for directories and links; `sync_path` forces one to the disk, so that a power
 failure cannot undo it. `OutputFile` does not replace an existing file unless asked to; `write_private` makes files that
@@ -54,10 +54,10 @@ def sync_path(path: Path) -> None:
 
 @contextmanager
 def write_directory(directory: Path, *, synced: bool = False) -> Iterator[Path]:
-    """Yield a new directory, which becomes `directory` when the block ends without an error; an older one goes then.
+    """Yield a new directory, which replaces `directory` when the block ends without an error.
 
-    With `synced` its files are on the disk before it has its name; the name is once the parent is synced. After an
-    error, or if the process is killed, `.NAME.part` stays beside it until the next call.
+    With `synced` its files are forced to the disk before the rename; the caller syncs the parent to force the rename.
+    After an error, or if the process is killed, `.NAME.part` stays next to it until the next call.
     """
     partial, old = (directory.with_name(f".{directory.name}.{suffix}") for suffix in ("part", "old"))
     shutil.rmtree(partial, ignore_errors=True)

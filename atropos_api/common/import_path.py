@@ -1,6 +1,6 @@
 """Import of a user's own module by its name; the working directory is searched last, as with `python -m`.
 
-A console script does not search it, so that a file beside the run file would not be found.
+A console script does not search it, so a file next to the run file would not be found.
 It is a file of its own, apart from the options, because rewards, losses and optimizers are found by it.
 """
 

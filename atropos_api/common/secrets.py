@@ -21,7 +21,7 @@ from atropos_api.common.errors import AtroposError
 
 MASK: Final = "***"
 PLACEHOLDERS: Final = frozenset({"", "none", "null", "empty", "dummy", "x", "true", "false"})
-"""Values given where a key is required but nobody checks it; they are not masked."""
+"""Values given where a key is required but not checked; they are not masked."""
 
 _SECRET_NAME: Final = re.compile(
     r"(^|[_.-])((api|access|secret|private|auth)[_-]?keys?|token|secrets?|passwords?|passwd|passphrase|credentials?"

@@ -86,7 +86,7 @@ class RequestGuard:
 
     def _check_site(self, method: str, path: str, shown: Shown) -> Response | None:
         host = shown.get(b"host", b"")
-        # A caller with the token is no foreign page; without one, only a host name of ours proves that DNS was not
+        # A caller with the token is not a foreign page; without one, only a host name of ours proves that DNS was not
         # rebound.
         if self._token.value is None and not self._is_own_host(host):
             name = host.decode("latin-1")[:80]

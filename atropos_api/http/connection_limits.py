@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from atropos_api.http.problems import problem_response
 
 MOST_UNPARSED_BYTES: Final = 64 * 1024
-"""Limit on bytes in a row that are no body: headers, trailers, chunk extensions."""
+"""Limit on bytes in a row that are not part of a body: headers, trailers, chunk extensions."""
 
 LEAST_BYTES_PER_SECOND: Final = 1024
 """A body or an answer that is slower than this over a whole window is stalled."""

@@ -25,8 +25,8 @@ SHARED_STATUS_SECONDS: Final = 1.0
 GATHER_SECONDS: Final = 0.05
 GATHER_SECONDS_A_FOLLOWER: Final = 0.0005
 MOST_GATHER_SECONDS: Final = 1.0
-"""Limits of the time for which changes of the set of servers are gathered before its followers are told. It grows with
-their number, so that telling them takes a part of a core only, however fast servers come and go.
+"""Limits of the time for which changes of the set of servers are gathered before its followers are notified. It grows
+with their number, so that notifying them takes a part of a core only, however fast servers come and go.
 """
 
 MOST_SHARED_SETS: Final = 64
@@ -125,7 +125,7 @@ class AppContext:
 
     @property
     def gathers_changes(self) -> bool:
-        """True from a change of the set of servers until its followers are told."""
+        """True from a change of the set of servers until its followers are notified."""
         return self._gather_timer is not None
 
     def note_server_change(self) -> None:
@@ -142,7 +142,7 @@ class AppContext:
         self.followers_notifier.notify()
 
     def watch_leases(self) -> None:
-        """Make sure that leases end in time although nobody calls: those who wait for a change are told."""
+        """Make sure that leases end in time even without a request, and that waiters for a change are notified."""
         if self._lease_timer is not None:
             return
         seconds = self.broker.state.servers.seconds_to_expiry()

@@ -114,7 +114,7 @@ class ConfirmedResponse(ChunkedResponse):
 async def _wait_until_written(transport: asyncio.Transport | None, send: Send) -> bool:
     """Return once the kernel has every byte (True), or the connection broke before it had (False).
 
-    A peer that closes the connection after the last byte is no failure: many close it at once.
+    A peer that closes the connection after the last byte is not a failure: many close it at once.
     """
     if transport is None:
         return True

@@ -188,7 +188,7 @@ async def series(request: Request, run_id: str) -> Response:
 async def _table(broker: Broker, run_id: str) -> MetricTable:
     """Return the metrics of a run; other requests are served between the parts in which they are read."""
     broker.state.runs.find(run_id)
-    while broker.metrics.read_part(run_id):  # noqa: ASYNC110 - this is no wait for something
+    while broker.metrics.read_part(run_id):  # noqa: ASYNC110 - this does not wait for something
         await asyncio.sleep(0)
     return broker.metrics.table(run_id)
 

@@ -54,7 +54,7 @@ TRIM_TICKS: Final = 100
 """In ticks, of which uvicorn has ten a second."""
 
 OTHER_DESCRIPTORS: Final = 128
-"""Descriptors reserved for files that are no connections: segments, the ledger, logs."""
+"""Descriptors reserved for files that are not connections: segments, the ledger, logs."""
 
 PROBE_AFTER_SECONDS: Final = 30
 """Silence after which the kernel probes a peer; one that vanished is noticed within a minute."""
@@ -82,7 +82,7 @@ class BrokerServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler's form
-        # Unlike uvicorn's, this does not raise the signal again after the shutdown: being stopped is no failure.
+        # Unlike uvicorn's, this does not raise the signal again after the shutdown: a stop is not a failure.
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
         self._stop()

@@ -5,9 +5,8 @@ appends to an older one, so a record torn by a crash is never read: no row point
 have been forced to the disk (`ForcedMark`, a file of one number next to them) are read and checked in full when a
 process starts, because a power failure may have damaged any part of them.
 
-A segment without live bodies is deleted. Where data is forced to the disk at all, its file stays until the ledger that
-no longer points at it is safe there (`sweep`): after a power failure in between, the rows may have their old positions
-or their new ones.
+A segment without live bodies is deleted. If data is forced to the disk, the file is kept until the ledger that no
+longer points at it is on the disk (`sweep`): after a power failure before that, the rows may have their old positions.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class _Segment:
 
 
 class SegmentLog:
-    """Bodies in files of `segment_bytes` in one directory. `syncs`: somebody calls `sync` and then `sweep`."""
+    """Bodies in files of `segment_bytes` in one directory. `syncs`: True if the owner calls `sync`, then `sweep`."""
 
     def __init__(
         self,
@@ -262,8 +261,8 @@ class SegmentLog:
         """Return the error for a failed sync; unless the disk is full, refuse all further writes.
 
         A full disk may have room again. After any other failure the kernel may have dropped the data that it could not
-        write, and a second sync would succeed without it, so nothing is taken until a new process has read what is
-        really there.
+        write, and a second sync would succeed without it, so all writes are refused until a new process has read
+        what the disk has.
         """
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             return _unavailable(error)

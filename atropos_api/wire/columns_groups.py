@@ -1,7 +1,7 @@
 """Conversion of groups to and from the columns form, for clients and for stored groups.
 
 Clients: an array becomes a column if that holds its numbers exactly; any other stays JSON in the head, for the broker
-to judge. A group that columns cannot express (tokens that are no int32) raises `NotColumnar` and is sent as JSON.
+to judge. A group that columns cannot express (tokens that are not int32) raises `NotColumnar` and is sent as JSON.
 Broker: a stored group is transcoded without loss, in a thread, for a trainer that asks for the other form. Columns
 become JSON text as Python writes it: each float32 as the shortest decimal of the same double. In the other direction an
 array becomes a column only if it would yield the very same text again; any other (doubles that no float32 holds, `1`
@@ -121,7 +121,7 @@ def _column_of(name: str, rows: Any, lengths: Sequence[int]) -> Column | None:
     """Return the values of all rows in one column; None if there are none, or a column cannot hold them exactly."""
     try:
         fits = bool(rows) and [len(row) for row in rows] == lengths
-    except TypeError:  # these are no rows: the broker refuses them and says why
+    except TypeError:  # these are not rows: the broker refuses them and says why
         return None
     return _flatten(name, rows) if fits else None
 

@@ -318,7 +318,7 @@ def _decode(decoder: msgspec.json.Decoder[DecodedT], body: bytes) -> DecodedT:
 
 
 def _explain(body: bytes, error: Exception) -> InvalidRequest | InvalidGroup:
-    """Explain a body that is no JSON: if it holds NaN or Infinity (Python writes them), name the place of the first."""
+    """Explain a body that is not JSON: if it holds NaN or Infinity, as Python writes, name the first place."""
     try:
         # Decoding the body again is slow, so it is done only if it may hold one of them.
         found = _find_not_finite(json.loads(body), "") if b"NaN" in body or b"Infinity" in body else None

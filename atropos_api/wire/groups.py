@@ -47,7 +47,7 @@ OPTIONAL_PER_SEQUENCE: Final = (
 """The optional keys that have one entry per rollout, as `tokens`, `masks` and `scores` have."""
 
 ABSENT: Final = "absent"
-"""Key of `overrides`, true for the row of a rollout without which its group was closed: nobody trains or counts it."""
+"""Key of `overrides`, true for the row of a rollout without which its group was closed: not trained and not counted."""
 
 
 class Group(msgspec.Struct, kw_only=True):

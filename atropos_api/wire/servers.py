@@ -14,7 +14,6 @@ ServerMode = Literal["adapters", "weights", "fixed"]
 """The policies that a server takes: adapters, whole weights, or none but the one that it was started with."""
 
 SERVER_ID: Final = r"[A-Za-z0-9][A-Za-z0-9._:~-]{0,199}"
-ServerId = Annotated[str, msgspec.Meta(pattern=f"^{SERVER_ID}$")]
 LeaseId = Annotated[str, msgspec.Meta(min_length=8, max_length=64)]
 
 

@@ -111,7 +111,7 @@ def train(masters: Any, model: str, url: str) -> None:
     with policy.changing():
         optimizer.step()
     bridge.publish(version + 1)
-    ctypes.CDLL(None).malloc_trim(0)  # what the allocator merely keeps at hand is no copy
+    ctypes.CDLL(None).malloc_trim(0)  # what the allocator merely keeps is not a copy
     told |= {"stepped": own_anonymous() - anonymous, "both": own("pss") - before + pss_of_server(url)}
     bridge.close()
     print(json.dumps(told))

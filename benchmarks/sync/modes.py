@@ -4,7 +4,7 @@ One server after the other, the same load on each. For each mode: seconds from t
 token sampled under the new version; tokens per CPU second of the server in a window of three seconds without a sync,
 and in one with it (longer if the sync is); the longest time without an answer; copies of the weights beside the
 trainer's own; tokens that were computed or requested again. The figures that the trainers' guides give for their modes
-are printed beside ours; those are from GPUs and models of billions of parameters, ours from the demo's base on a CPU,
+are printed next to ours; those are from GPUs and models of billions of parameters, ours from the demo's base on a CPU,
 so only the order of the modes can be compared. `no_standby` is `none` with `--no-standby-server`.
 
 Decoding between syncs is a share of the first mode's, and in brackets the guides' share of their shared mode's.

@@ -96,7 +96,7 @@ class AliasFinder(MetaPathFinder):
                 f"{fullname} is not provided; there are {', '.join(sorted(ALIASES))}",
                 name=fullname,
             )
-        # A package with no supplied submodules is marked too: otherwise Python would report that it is no package,
+        # A package with no supplied submodules is marked too: otherwise Python would report that it is not a package,
         # without the list above.
         is_package = ALIASES[fullname] is None or any(name.startswith(f"{fullname}.") for name in ALIASES)
         return ModuleSpec(fullname, AliasLoader(ALIASES[fullname]), is_package=is_package)

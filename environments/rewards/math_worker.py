@@ -135,7 +135,7 @@ def expressions(text: str) -> tuple[Any, ...]:
     r"""Parse `text` into expressions, in order of preference. Bare mathematics is read as if it stood in a
     `\boxed{}`.
 
-    Where the text is no mathematics, the number in it counts only if the rest is prose: math-verify takes the last
+    Where the text is not mathematics, the number in it counts only if the rest is prose: math-verify takes the last
     number of any text that it cannot read, and so read `6 \vee 5`, `\neq 5` and `6 | 5` as 5.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse

@@ -84,7 +84,7 @@ class SampleReward(ABC):
 
 
 NO_SCORES = (Mapping, str, bytes, set, frozenset)
-"""Types that can be iterated and are no list of scores: a mapping would be scored by its keys."""
+"""Types that can be iterated but are not a list of scores: a mapping would be scored by its keys."""
 
 
 async def score_samples(reward: Reward, samples: Sequence[Any], *, worker: Worker | None = None) -> list[float]:

@@ -85,7 +85,7 @@ def _instance(name: str, made: Callable[..., Any], params: Mapping[str, Any]) ->
 
 
 def _load_file(path: str) -> ModuleType:
-    """Load a Python file as a module of its own; the files beside it can be imported by it."""
+    """Load a Python file as a module of its own; it can import the files next to it."""
     file = Path(path).expanduser().absolute()
     name = f"atropos_reward_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
@@ -141,7 +141,7 @@ async def _awaited(returned: Awaitable[Any]) -> Any:
 
 
 def _without_none(scores: Any) -> Any:
-    """Replace None by 0 in a list of scores; what is no list of scores is returned as it is, for `score_samples`."""
+    """Replace None by 0 in a list of scores; anything else is returned as it is, for `score_samples`."""
     if isinstance(scores, NO_SCORES) or not isinstance(scores, Iterable):
         return scores
     return [0.0 if score is None else score for score in scores]

@@ -188,7 +188,7 @@ class Environment(ABC):
         """Return item `number`, the same whenever it is asked for; None if there is none.
 
         Override it if your items have an order: the broker then leases their numbers, from 0 in each run, so that each
-        is used once whatever is killed or restarted. `get_next_item` is left for `process`.
+        is used once, whichever process is killed or restarted. `get_next_item` is left for `process`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no item_at")
 

@@ -76,7 +76,7 @@ class EvaluationFailed(EnvironmentsError):
 
 
 def innermost(error: BaseException) -> BaseException:
-    """Return the first error inside nested exception groups that is no group itself."""
+    """Return the first error inside nested exception groups that is not a group itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -28,7 +28,7 @@ UNLIMITED_STEPS = 1_000_000_000
 
 
 class GroupsUnreadable(AtroposError):
-    """A file of groups is missing, or one of its lines is no group."""
+    """A file of groups is missing, or one of its lines is not a group."""
 
 
 def read_groups(path: Path) -> Iterator[dict[str, Any]]:

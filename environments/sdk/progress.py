@@ -20,7 +20,7 @@ from typing import Any, Final
 
 KEPT_DURATIONS: Final = 1000
 FEWEST_DURATIONS: Final = 10
-"""Groups that have to be finished before their 95th percentile is told."""
+"""Groups that have to be finished before their 95th percentile is reported."""
 
 LONGEST_NAME: Final = 100
 

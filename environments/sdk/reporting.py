@@ -155,7 +155,7 @@ def keep_earlier(directory: Path) -> Path | None:
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
-    """Format the metrics as one line of `name value`; values that are no floats are printed as they are."""
+    """Format the metrics as one line of `name value`; values that are not floats are printed as they are."""
     return " ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in metrics.items()
     )

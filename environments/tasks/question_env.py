@@ -167,7 +167,7 @@ class QuestionEnv(BaseEnv):
         return [sample for sample in attempts if sample is not None]
 
     async def _attempt(self, question: Question) -> dict[str, Any] | None:
-        """Return a sample; None where the reference is no readable mathematics, which says nothing about the model."""
+        """Return a sample; None where the reference is not readable mathematics, which says nothing about the model."""
         try:
             return await self.attempt(question)
         except GoldUnparsable as error:

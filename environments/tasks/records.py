@@ -18,7 +18,7 @@ from typing import Any, Literal
 from atropos_api.common.errors import AtroposError
 
 ENCODING = "utf-8-sig"
-"""UTF-8; a byte order mark, which editors on Windows write, is no part of the text."""
+"""UTF-8; a byte order mark, which editors on Windows write, is not part of the text."""
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SPLIT_NAMES: Mapping[str, tuple[str, ...]] = {
     "train": ("train", "training"),

@@ -3,30 +3,42 @@
 The training loop is the same on every rank. Each call to the broker or the bridge is made once, by rank 0, and all
 ranks get the result, so that they decide alike. Batches are the exception: each rank fetches its own slice of whole
 groups from the broker, in a thread of its own.
+
+Sharded weights are broadcast one bucket at a time, which all ranks gather. A publish may be repeated after a failure of
+a server, so the other ranks cannot know how often each bucket is gathered. Before any work in which all take part, rank
+0 sends them a message that names it; the last one holds the result or the error of the whole publish. So the order of
+collective operations is the same on all ranks, whatever rank 0 repeats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+import torch
+from torch import Tensor
 
 from atropos_api.client import BrokerClient
 from atropos_api.wire import Batch, RunInfo, RunRequest
 from example_trainer.api import LONG_POLL_SECONDS, BrokerSession
-from example_trainer.distributed.collective_publish import join_publish, publish_on_rank0
 from example_trainer.distributed.ranks import Ranks
+from example_trainer.errors import RanksFailed
+from example_trainer.modeling.policy import Policy
+from example_trainer.weight_protocol.buckets import BUCKET_BYTES
 from example_trainer.weights.base import PublishReport, WeightBridge
+from example_trainer.weights.logprob_parity import Agreement, Difference, ProbeSample
+from example_trainer.weights.weight_source import WeightSource
 
 if TYPE_CHECKING:
     from example_trainer.modeling.loading import PolicyOptions
-    from example_trainer.modeling.policy import Policy
-    from example_trainer.weights.weight_source import WeightSource
 
 AnswerT = TypeVar("AnswerT")
+
+_GATHER, _COMPARE, _END = "gather", "compare", "end"
 
 
 class RankedSession(BrokerSession):
@@ -95,7 +107,6 @@ class RankedBridge(WeightBridge):
 
     def prepare(self) -> Policy:
         from example_trainer.model import load_policy
-        from example_trainer.weights.weight_source import WeightSource
 
         self._policy = load_policy(self._options) if self._inner is None else self._inner.prepare()
         if self._by_bucket and self._inner is None:
@@ -135,3 +146,54 @@ class RankedBridge(WeightBridge):
     def _main(self) -> WeightBridge:
         assert self._inner is not None, "only rank 0 has a bridge of its own"
         return self._inner
+
+
+class CollectiveWeightSource(WeightSource):
+    """Rank 0's `WeightSource`: it makes the other ranks take part in each call."""
+
+    def __init__(self, ranks: Ranks, policy: Policy, *, limit_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__(policy, limit_bytes=limit_bytes)
+        self._ranks = ranks
+
+    def packed(self, number: int, device: torch.device) -> Tensor:
+        self._ranks.on_main(lambda: (_GATHER, number))
+        with _failing_together():
+            return super().packed(number, device)
+
+    def compare(self, samples: Sequence[ProbeSample], limit: Difference | None) -> Agreement:
+        known = None if limit is None else asdict(limit)
+        self._ranks.on_main(lambda: (_COMPARE, (list(samples), known)))
+        return super().compare(samples, limit)
+
+
+def publish_on_rank0(ranks: Ranks, bridge: WeightBridge, version: int) -> PublishReport:
+    """Publish on rank 0, whose bridge reads a `CollectiveWeightSource`; send the other ranks its outcome."""
+    _, report = ranks.on_main(lambda: (_END, asdict(bridge.publish(version))))
+    return PublishReport(**report)
+
+
+def join_publish(ranks: Ranks, source: WeightSource) -> PublishReport:
+    """Take part in rank 0's publish, on any other rank; raise `RanksFailed` with rank 0's error."""
+    while True:
+        task, value = ranks.on_main(_no_message)
+        if task == _GATHER:
+            with _failing_together():
+                source.help_gather(value)
+        elif task == _COMPARE:
+            samples, limit = value
+            source.compare(samples, None if limit is None else Difference(**limit))
+        else:
+            return PublishReport(**value)
+
+
+@contextmanager
+def _failing_together() -> Iterator[None]:
+    """Raise `RanksFailed` for a failed gather: it is not repeated, since a rank that is gone does not come back."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RanksFailed(f"the ranks could not gather the weights for a publish, so the run ends: {error}") from error
+
+
+def _no_message() -> tuple[str, Any]:
+    raise AssertionError("rank 0 publishes and does not join")

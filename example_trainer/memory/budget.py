@@ -19,10 +19,10 @@ OPTIMIZER_STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0, "adafactor": 0.02}
 """Bytes per trained parameter without its master: two fp32 moments, two of a byte, or a row and a column per matrix."""
 
 RUNTIME_BYTES = 1.5 * 2**30
-"""Bytes of a process on the GPU beside its tensors: the CUDA context, vLLM's graphs, the allocator's slack."""
+"""Bytes of a process on the GPU in addition to its tensors: the CUDA context, vLLM's graphs, the allocator's slack."""
 
 SERVER_WORKSPACE_BYTES = 2 * 2**30
-"""Bytes to leave vLLM beside weights and cache, for the activations of its longest batch, sampling and graphs.
+"""Bytes to leave vLLM in addition to weights and cache: activations of its longest batch, sampling and graphs.
 
 A share that is chosen here includes them; a share that is given is not refused for lack of them, because a small model
 needs less.
@@ -67,7 +67,7 @@ class Budget:
     copies: float
     """Reference policy and older versions."""
     working: float
-    """The most that activations, an optimizer's step or the loading need beside all other parts."""
+    """The most that activations, an optimizer's step or the loading need in addition to all other parts."""
     runtime: float
     teacher: float = 0.0
     """The share that a teacher's server takes of this GPU; 0 if there is none on it."""
@@ -114,7 +114,7 @@ def budget(shape: ModelShape, config: TrainingOptions, *, server_bytes: float, t
         working=working,
         runtime=RUNTIME_BYTES * (1 + bool(server_bytes) + bool(teacher_bytes)),
         teacher=teacher_bytes,
-        # Beside the gradients in fp32 a pinned copy of each in the dtype in which it arrives.
+        # In addition to the gradients in fp32: a pinned copy of each in the dtype in which it arrives.
         host=masters + gradients + states + (0 if is_sharded else served * held) if on_host else 0.0,
     )
 
@@ -191,7 +191,7 @@ def _own_weights(shape: ModelShape, config: TrainingOptions, served: int, traine
     if config.world_size > 1:
         size = config.trainer_tensor_parallel_size
         layer, ends = shape.layer_parameters / size, shape.end_parameters / size
-        whole_head = shape.vocabulary * shape.hidden if size > 1 else 0  # for its product, beside its divided rows
+        whole_head = shape.vocabulary * shape.hidden if size > 1 else 0  # for its product, besides its divided rows
         gathered = shape.layers if not config.reshard_after_forward else min(2, shape.layers)
         summed = 4 * (layer + ends)  # gradients of a layer before they are scattered
         return served * (gathered * layer + ends + whole_head) + summed
@@ -223,7 +223,7 @@ def _activations(shape: ModelShape, config: TrainingOptions, served: int) -> flo
 
 
 def _step_bytes(shape: ModelShape, config: TrainingOptions) -> float:
-    """Return the bytes that the optimizer's step makes beside its states, when the activations have been freed."""
+    """Return the bytes that the optimizer's step allocates besides its states, once the activations are freed."""
     if config.trains_adapter or config.master_weights == "host":
         return 0.0
     ends = shape.vocabulary * shape.hidden if config.train_layer_indices is None else 0

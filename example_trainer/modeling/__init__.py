@@ -2,6 +2,6 @@
 
 In reading order: `policy`, `loading`, `lora`, `layer_filter`; `shards`, `fsdp` and `tensor_parallel` (several ranks);
 `micro_batches`, `attention`, `model_support` (the choice of a layout), `logprobs`, `kernels`; `optimizers`,
-`sharded_optimizers` and `loss_scale` (of float16); `side_stream` and `host_gradients` (work beside a step),
+`sharded_optimizers` and `loss_scale` (of float16); `side_streams` (work in parallel with a step),
 `activation_offloading` (layer inputs in host memory). It may import `config`, `options` and `errors`.
 """

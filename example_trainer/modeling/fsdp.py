@@ -150,7 +150,7 @@ def load_spread(
 
 
 def _refuse_unfilled(module: nn.Module) -> None:
-    """Raise `UnsupportedModel` for a tensor that is no parameter or buffer: `fill` cannot give it a value."""
+    """Raise `UnsupportedModel` for a tensor that is not a parameter or buffer: `fill` cannot give it a value."""
     for path, owner in module.named_modules():
         for name, value in vars(owner).items():
             if isinstance(value, torch.Tensor) and value.is_meta:

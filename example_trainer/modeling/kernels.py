@@ -45,7 +45,7 @@ def install_kernels(policy: Policy, kernels: Kernels, layout: LayoutKind) -> Hea
     """Put kernels into the policy's layers, and return the passes of its head; None for plain operations.
 
     Under `auto` they are compiled on a GPU if they can be and prove equal there, with a warning if not. On a CPU they
-    stay plain: memory is no bottleneck there, and compiling takes minutes. A choice by name that cannot be raises
+    stay plain: memory is not a bottleneck there, and compiling takes minutes. A choice by name that cannot be raises
     `KernelsUnusable`.
     """
     if _are_plain(kernels, policy.device):

@@ -145,7 +145,7 @@ def most_chunk_tokens(device_type: str, shape: Sequence[int], *, in_16_bits: boo
     """Return the most tokens of a chunk for a head of `shape` `[V, H]`, so that its memory has a bound.
 
     The bound is larger on a GPU, where small products are slow. There a head trained in 16 bits (`in_16_bits`) may also
-    take the `4 V H` bytes that a product beside the weight's gradient would take: `_add_product` makes none.
+    take the `4 V H` bytes that a product would take in addition to the weight's gradient: `_add_product` makes none.
     """
     logits = MOST_CHUNK_LOGITS[device_type]
     if device_type == "cuda" and in_16_bits:

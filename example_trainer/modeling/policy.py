@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from example_trainer.errors import CheckpointError
-from example_trainer.modeling.host_gradients import HostGradients
 from example_trainer.modeling.layer_filter import trained_parameters
 from example_trainer.modeling.loading import (
     PolicyOptions,
@@ -27,6 +26,7 @@ from example_trainer.modeling.loading import (
     to_checkpoint_layout,
 )
 from example_trainer.modeling.lora import Adapter, inject
+from example_trainer.modeling.side_streams import HostGradients
 
 ResultT = TypeVar("ResultT")
 

@@ -121,10 +121,7 @@ def token_losses(inputs: LossInputs, settings: LossSettings) -> Tensor:
 def loss_terms(inputs: LossInputs, settings: LossSettings) -> dict[str, Tensor]:
     """Return `[N]` losses by term: `policy` always; `kl`, `entropy` and `distill` if enabled and their inputs exist."""
     terms = {"policy": policy_losses(inputs, settings)}
-    if settings.kl_coef and inputs.reference_logprobs is not None:
-        divergence = kl_estimates(
-            inputs.logprobs, inputs.reference_logprobs, settings.kl_estimator, settings.log_ratio_clamp
-        )
+    if settings.kl_coef and (divergence := reference_kl(inputs, settings)) is not None:
         terms["kl"] = settings.kl_coef * divergence
     if settings.entropy_coef:
         terms["entropy"] = -settings.entropy_coef * inputs.entropies.float()
@@ -143,17 +140,25 @@ def policy_losses(inputs: LossInputs, settings: LossSettings) -> Tensor:
         losses = torch.where(inputs.truncated_sampling, _weighed_by_sampler(inputs, settings), losses)
     if settings.mismatch_correction != "none":
         losses = losses * mismatch_of(inputs, settings)
-    if settings.off_policy_threshold is not None:
-        keep = off_policy_mask(
-            inputs.logprobs,
-            inputs.rollout_logprobs,
-            inputs.advantages,
-            inputs.sequences,
-            settings.off_policy_threshold,
-        )
+    if (keep := off_policy_keeps(inputs, settings)) is not None:
         losses = losses * keep
     weights = staleness_of(inputs, settings)
     return losses if weights is None else losses * weights
+
+
+def reference_kl(inputs: LossInputs, settings: LossSettings) -> Tensor | None:
+    """Return `[N]` estimates of the divergence from the reference policy; None without its logprobs."""
+    if inputs.reference_logprobs is None:
+        return None
+    return kl_estimates(inputs.logprobs, inputs.reference_logprobs, settings.kl_estimator, settings.log_ratio_clamp)
+
+
+def off_policy_keeps(inputs: LossInputs, settings: LossSettings) -> Tensor | None:
+    """Return `[N]` booleans, False at tokens that the off-policy mask leaves out; None without a threshold."""
+    threshold = settings.off_policy_threshold
+    if threshold is None:
+        return None
+    return off_policy_mask(inputs.logprobs, inputs.rollout_logprobs, inputs.advantages, inputs.sequences, threshold)
 
 
 def staleness_of(inputs: LossInputs, settings: LossSettings) -> Tensor | None:

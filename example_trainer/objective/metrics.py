@@ -17,11 +17,13 @@ from example_trainer.objective.losses import (
     LossInputs,
     LossSettings,
     is_clipped,
+    off_policy_keeps,
     old_logprobs,
+    reference_kl,
     staleness_of,
     surrogate_log_ratios,
 )
-from example_trainer.objective.ratios import kl_estimates, log_ratios, off_policy_mask, sequence_means
+from example_trainer.objective.ratios import log_ratios, sequence_means
 
 
 def policy_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, float]:
@@ -67,25 +69,14 @@ def _mismatch_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, f
         bounded = (gap.exp() < settings.tis_floor) | (gap.exp() > settings.tis_cap)
         if settings.mismatch_correction != "none":
             found[names.MISMATCH_BOUNDED_FRACTION] = _mean(bounded.float())
-    if settings.off_policy_threshold is not None:
-        keep = off_policy_mask(
-            inputs.logprobs,
-            inputs.rollout_logprobs,
-            inputs.advantages,
-            inputs.sequences,
-            settings.off_policy_threshold,
-        )
+    if (keep := off_policy_keeps(inputs, settings)) is not None:
         found[names.OFF_POLICY_FRACTION] = 1.0 - _mean(keep.float())
     return found
 
 
 def _reference_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, float]:
-    if inputs.reference_logprobs is None:
-        return {}
-    divergence = kl_estimates(
-        inputs.logprobs, inputs.reference_logprobs, settings.kl_estimator, settings.log_ratio_clamp
-    )
-    return {names.TRAIN_KL_REFERENCE: _mean(divergence)}
+    divergence = reference_kl(inputs, settings)
+    return {} if divergence is None else {names.TRAIN_KL_REFERENCE: _mean(divergence)}
 
 
 def alignment_metrics(differences: Tensor) -> dict[str, float]:

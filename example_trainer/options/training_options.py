@@ -261,7 +261,7 @@ class TrainingOptions(
     @property
     def sync_check_every(self) -> int | None:
         """Number of publishes per logprob parity check; 0: the first to each server only; None: by its duration."""
-        # A check of sharded weights gathers a whole model beside optimizer states and vLLM.
+        # A check of sharded weights gathers a whole model while optimizer states and vLLM take memory too.
         is_sharded = self.world_size > 1 and not self.trains_adapter
         if self.sync_check == "auto" and (self.overlap_publish or is_sharded):
             return 0

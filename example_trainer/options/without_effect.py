@@ -30,7 +30,7 @@ SERVER_FIELDS = (
 
 
 class _Rule(NamedTuple):
-    """One option, the condition under which it has an effect, and the reason told if the condition is false."""
+    """One option, the condition under which it has an effect, and the reason shown if the condition is false."""
 
     field: str
     counts: bool
@@ -40,7 +40,7 @@ class _Rule(NamedTuple):
 def settings_without_effect(
     config: TrainingOptions, *, is_launched: bool = False, used: Collection[str] = ()
 ) -> list[str]:
-    """Return a sentence for each setting that differs from its default and has no effect beside the other settings.
+    """Return a sentence for each setting that differs from its default and has no effect with the other settings.
 
     With `is_launched` the settings are the launcher's as well; `used` names the `SERVER_FIELDS` that it uses itself.
     """

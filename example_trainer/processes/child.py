@@ -1,12 +1,17 @@
-"""The programs that a launcher starts (`ChildSpec`, `Child`), with their descendants and their logs.
+"""Programs started as child processes: those of a launch (`ChildSpec`, `Child`), and a server of the trainer's own.
 
 A log is readable by this user only. Its last lines, and the one among them that names an error, explain a failure.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import os
 import re
+import select
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,8 +23,14 @@ import psutil
 
 from example_trainer.errors import TrainerError
 from example_trainer.processes import die_with_parent
+from example_trainer.processes.cleanup import SharedMemoryLedger
+from example_trainer.processes.ports import HandoverChannel
+from example_trainer.processes.tree import end_processes, is_alive, open_process
+
+logger = logging.getLogger(__name__)
 
 SHOWN_LINES = 20
+STOP_SECONDS = 10.0
 _BYTES_A_LINE = 800
 _SAYS_WHY = re.compile(r": error: |\b\w*(Error|Exception): ")
 
@@ -150,3 +161,96 @@ class Child:
     def last_lines(self, count: int = SHOWN_LINES) -> list[str]:
         """Return the last lines of its log."""
         return last_lines(self.log_path, count)
+
+
+class ServerProcess:
+    """One server process and all processes that it starts: the members of the session that it leads."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        ledger: SharedMemoryLedger,
+        channel: HandoverChannel,
+        loaded: socket.socket,
+        standby: socket.socket | None = None,
+    ) -> None:
+        """`standby` is the socket by which a server that waits is told what to serve."""
+        self._process = process
+        self._ledger = ledger
+        self._loaded = loaded
+        self._standby = standby
+        self.channel = channel
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def members(self) -> list[psutil.Process]:
+        return _session_members(self.pid)
+
+    def note_shared_memory(self) -> None:
+        """Record the shared memory that the server maps now, so that leftovers can be removed after it exits."""
+        self._ledger.observe(self.members())
+
+    def is_loaded(self) -> bool:
+        """Return True once the server has loaded its model and waits at most for the server before it to stop."""
+        readable, _, _ = select.select([self._loaded], [], [], 0)
+        return bool(readable and self._loaded.recv(1, socket.MSG_PEEK))
+
+    def serve(self, settings: Mapping[str, Any]) -> None:
+        """Have a standby load and serve: `settings` are those that have changed since it was started."""
+        assert self._standby is not None
+        with contextlib.suppress(OSError), self._standby:  # if it has exited, the wait until it is loaded finds that
+            self._standby.send(json.dumps(settings, default=str).encode())
+
+    def discard(self) -> None:
+        """End a standby that is not needed."""
+        assert self._standby is not None
+        self._standby.close()
+        self.stop(grace_seconds=0)
+
+    def stop(self, *, grace_seconds: float) -> None:
+        """Stop the server and close its connections."""
+        self.channel.close()
+        self._end(grace_seconds)
+
+    def hand_over(self, *, grace_seconds: float) -> None:
+        """Stop the server; its connections go to the server that is started after it."""
+        self._end(grace_seconds)
+
+    def _end(self, grace_seconds: float) -> None:
+        self.note_shared_memory()
+        self._loaded.close()
+
+        def living() -> list[psutil.Process]:
+            self._process.poll()  # reaps the process, so that it does not stay a zombie
+            return self.members()
+
+        end_processes(living, grace_seconds=grace_seconds)
+        try:
+            self._process.wait(timeout=STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            # On a fully loaded machine a killed process takes long to free its memory.
+            logger.warning("vLLM (pid %d) was killed but has not exited yet", self.pid)
+        self._ledger.sweep()
+
+
+def _session_members(session: int) -> list[psutil.Process]:
+    """Return the running processes of a child's session; the session id is not reused while one of them runs."""
+    found = (open_process(pid) for pid in psutil.pids() if _session_of(pid) == session)
+    return [process for process in found if process is not None and is_alive(process)]
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None

@@ -38,7 +38,7 @@ class _Sighting:
     looked_at: float = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Return True after a tenth of its age: often at first, when its owner may be about to map it, then rarely."""
+        """Return True if the last look was a tenth of its age ago or more: its owner is most likely to map it early."""
         return now - self.looked_at >= (now - self.seen_at) / 10
 
 

@@ -69,7 +69,7 @@ def visible_names(environ: Mapping[str, str]) -> list[str] | None:
 def gpu_name(gpu: int | str, environ: Mapping[str, str], flag: str = "the GPU") -> str:
     """Return the name by which a child process and the driver know the visible GPU with this number.
 
-    A name that is no number stays as it is. Raises `ConfigError` for a number beyond the visible GPUs.
+    A name that is not a number stays as it is. Raises `ConfigError` for a number beyond the visible GPUs.
     """
     names = visible_names(environ)
     if names is None or not str(gpu).strip().isdecimal():

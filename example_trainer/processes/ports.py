@@ -142,9 +142,9 @@ class ServerSockets:
             self.loaded.close()
 
     def wait_for_settings(self) -> dict[str, Any] | None:
-        """Return the settings that change when this server begins to serve: none at once if it is no standby.
+        """Return the settings that change when this server begins to serve: none at once if it is not a standby.
 
-        A standby waits for them, and gets None once its starter needs it no more.
+        A standby waits for them, and gets None once its starter does not need it any more.
         """
         if self.standby is None:
             return {}

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from atropos_api.common import metric_names as names
 from atropos_api.common.tracing import traceparent_of
 from atropos_api.wire import Batch, Group
-from example_trainer.data import MASKED, TrainingBatch
+from example_trainer.group_sequences import MASKED
 from example_trainer.objective.metrics import reward_metrics, staleness_metrics, token_ages
 
 if TYPE_CHECKING:

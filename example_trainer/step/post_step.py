@@ -20,7 +20,7 @@ from atropos_api.common.secrets import public_settings
 from atropos_api.common.tracing import Span, current_span
 from example_trainer.api import BackgroundCall, BrokerSession
 from example_trainer.checkpointing import link_as_course, note_begun, remembered, save_checkpoint
-from example_trainer.modeling.side_stream import SideStream
+from example_trainer.modeling.side_streams import SideStream
 from example_trainer.state import ObjectiveState, Phases, Progress, RandomState, Stateful, TrainerState, random_state
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ class PostStep:
         self._stream: SideStream | None = None
 
     def start(self, step: int) -> None:
-        """Publish, announce, checkpoint and commit: here, or with `--overlap-publish` beside the next batch."""
-        self.wait()  # done already, but for a batch that moved no weight
+        """Publish, announce, checkpoint and commit: here, or with `--overlap-publish` during the next batch."""
+        self.wait()  # the optimizer step has waited already, unless the batch changed no weight
         self._may_move = False
         publish = self._is_publish_due(step) and not self._is_held(step)
         if publish:

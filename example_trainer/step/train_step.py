@@ -15,7 +15,7 @@ from atropos_api.wire import Batch
 from example_trainer.checkpointing import restore
 from example_trainer.data import data_settings, prepare_batch
 from example_trainer.distributed.ranks import Ranks
-from example_trainer.group_optional_fields import leave_out_absent
+from example_trainer.group_sequences import leave_out_absent
 from example_trainer.modeling.kernels import install_kernels
 from example_trainer.modeling.model_support import choose_layout
 from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings

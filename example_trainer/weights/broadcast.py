@@ -24,8 +24,14 @@ from example_trainer.modeling.policy import Policy
 from example_trainer.options.training_options import TrainingOptions
 from example_trainer.weight_protocol.client import ServerClient, ServerInfo, check_host
 from example_trainer.weights.base import PublishReport, WeightBridge
-from example_trainer.weights.broadcast_exchange import FAILURES, BroadcastExchange, Cost
-from example_trainer.weights.broadcast_meeting import meeting_address, refuse_nccl, refuse_unreachable
+from example_trainer.weights.broadcast_exchange import (
+    FAILURES,
+    BroadcastExchange,
+    Cost,
+    meeting_address,
+    refuse_nccl,
+    refuse_unreachable,
+)
 from example_trainer.weights.connection import check_server, connect_server, until_it_answers
 from example_trainer.weights.logprob_parity import Agreement, Difference, as_messages
 from example_trainer.weights.members import Member, MemberCalls
@@ -64,9 +70,6 @@ class BroadcastBridge(WeightBridge):
         refuse_unreachable(meeting_address(self._config, os.environ)[0], self._config.server_urls)
         if self._config.broadcast_backend == "nccl":
             refuse_nccl(resolve_device(self._config.device))
-        refuse_unreachable(meeting_address(self._config, os.environ)[0], self._config.server_urls)
-        if self._config.broadcast_backend == "nccl":
-            refuse_nccl(resolve_device(self._config.device))
         for url in self._config.server_urls:
             check_host(url, "--vllm-host or --inference-urls")
             connect = partial(connect_server, url, self._config.bridge_token)
@@ -85,16 +88,7 @@ class BroadcastBridge(WeightBridge):
         cost = Cost()
         failed = f"version {version} did not reach every server"
         publish_with_retries(partial(self._publish_once, version, cost), failed, also=FAILURES)
-        report = PublishReport(
-            version=version,
-            seconds=time.monotonic() - started,
-            fence_seconds=cost.fence_seconds,
-            loss_seconds=cost.loss_seconds,
-            expected_loss_seconds=cost.expected_loss_seconds,
-            recomputed_tokens=cost.recomputed_tokens,
-            generated_tokens=cost.generated_tokens,
-            paused_requests=cost.paused_requests,
-        )
+        report = cost.report(version, time.monotonic() - started)
         self._budget.note(report)
         self._has_published = True
         self._verify(version)

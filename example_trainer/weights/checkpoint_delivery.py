@@ -6,19 +6,29 @@ read it independently of each other, each under its own fence.
 
 from __future__ import annotations
 
+import os
+import secrets
 import shutil
+import socket
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from example_trainer.errors import CannotShare, ServerUnavailable, TrainerError
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from example_trainer.errors import ServerUnavailable, TrainerError
 from example_trainer.modeling.loading import policy_options
 from example_trainer.options.training_options import TrainingOptions
-from example_trainer.weight_protocol.checkpoint_files import CheckpointSource, describe
+from example_trainer.processes.ports import LOOPBACK
+from example_trainer.weight_protocol.checkpoint_files import CheckpointFile, CheckpointSource, describe
 from example_trainer.weight_protocol.client import ServerInfo
 from example_trainer.weights.base import PublishReport
-from example_trainer.weights.checkpoint_server import CheckpointServer
-from example_trainer.weights.delivery import Delivered, Proof, serves
+from example_trainer.weights.delivery import Delivered, Proof, refuse_other_weights, serves
 from example_trainer.weights.members import Member, MemberCalls, look
 from example_trainer.weights.served_model import whole_policy, write_served_checkpoint
 
@@ -28,6 +38,8 @@ if TYPE_CHECKING:
 LEAST_LIMIT_SECONDS = 60.0
 SLOWEST_BYTES_PER_SECOND = 50e6
 """Rate below which a server that downloads or reads a checkpoint is given up."""
+
+STOP_SECONDS = 20.0
 
 
 class CheckpointDelivery:
@@ -47,12 +59,7 @@ class CheckpointDelivery:
         self._policy = policy
 
     def examine(self, info: ServerInfo, url: str) -> None:
-        if info.lora or info.sharing:
-            what = "serves adapters" if info.lora else "shares its weights"
-            raise CannotShare(
-                f"the vLLM server at {url} {what} and cannot load a checkpoint: start it without "
-                f"{'--enable-lora' if info.lora else '--share-weights'}, or train with --weight-bridge-mode lora_only"
-            )
+        refuse_other_weights(info, url, "load a checkpoint")
 
     def deliver(self, members: Sequence[Member], version: int, *, limit_seconds: float) -> Delivered:
         source = self._offer(version)
@@ -118,3 +125,47 @@ class CheckpointDelivery:
         for path in (*self._weights_dir.glob("policy-v*"), *self._weights_dir.glob(".policy-v*.part")):
             if path != kept:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+class CheckpointServer:
+    """Serves one directory at a time, from a thread, for servers that do not see the trainer's disk.
+
+    It listens at `MASTER_ADDR`, where the servers reach the trainer, and asks for a secret that only they are told.
+    """
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_urlsafe(24)
+        self._directory: Path | None = None
+        self._names: frozenset[str] = frozenset()
+        host = os.environ.get("MASTER_ADDR", LOOPBACK)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listening = socket.create_server((host, int(os.environ.get("MASTER_PORT", "0"))), family=family)
+        shown = f"[{host}]" if ":" in host else host
+        self._url = f"http://{shown}:{self._listening.getsockname()[1]}"
+        app = Starlette(routes=[Route("/{name}", self._answer)])
+        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._listening]}, name="checkpoints", daemon=True
+        )
+        self._thread.start()
+
+    def offer(self, directory: Path, files: list[CheckpointFile]) -> CheckpointSource:
+        """Serve these files of a directory from here on, and no others."""
+        self._directory, self._names = directory, frozenset(file.name for file in files)
+        return CheckpointSource(files=files, url=self._url, secret=self._secret)
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._server.force_exit = True
+        self._thread.join(STOP_SECONDS)
+        self._listening.close()
+
+    async def _answer(self, request: Request) -> Response:
+        given = request.headers.get("authorization", "")
+        if not secrets.compare_digest(given.encode(), f"Bearer {self._secret}".encode()):
+            return Response("the secret of the checkpoint is needed", 401)
+        name = request.path_params["name"]
+        if self._directory is None or name not in self._names:
+            return Response("there is no such file", 404)
+        return FileResponse(self._directory / name, media_type="application/octet-stream")

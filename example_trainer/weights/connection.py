@@ -1,4 +1,4 @@
-"""Connection to an inference server that somebody else has started, and the check that it fits the policy.
+"""Connection to an inference server that the trainer has not started, and the check that it fits the policy.
 
 Programs are started in any order, so a server that does not answer yet is waited for.
 """

@@ -32,8 +32,14 @@ from example_trainer.weight_protocol.client import ServerInfo
 from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import AtroposServer, adapter_name
 from example_trainer.weights.base import PublishReport
-from example_trainer.weights.broadcast_exchange import FAILURES, GIVEN_UP_LEASE_SECONDS, BroadcastExchange, Cost
-from example_trainer.weights.broadcast_meeting import meeting_address, refuse_unreachable
+from example_trainer.weights.broadcast_exchange import (
+    FAILURES,
+    GIVEN_UP_LEASE_SECONDS,
+    BroadcastExchange,
+    Cost,
+    meeting_address,
+    refuse_unreachable,
+)
 from example_trainer.weights.logprob_parity import Agreement, Compare, Difference, as_messages
 from example_trainer.weights.members import Member, MemberCalls, look
 from example_trainer.weights.publish_loop import ATTEMPTS, SyncBudget
@@ -216,12 +222,7 @@ class BroadcastDelivery:
     def examine(self, info: ServerInfo, url: str) -> None:
         if info.hostname != socket.gethostname():
             refuse_unreachable(meeting_address(self._config, os.environ)[0], [url])
-        if info.lora or info.sharing:
-            what = "serves adapters" if info.lora else "shares its weights"
-            raise CannotShare(
-                f"the vLLM server at {url} {what} and cannot receive a broadcast: start it without "
-                f"{'--enable-lora' if info.lora else '--share-weights'}, or train with --weight-bridge-mode lora_only"
-            )
+        refuse_other_weights(info, url, "receive a broadcast")
 
     def deliver(self, members: Sequence[Member], version: int, *, limit_seconds: float) -> Delivered:
         assert self._policy is not None
@@ -229,7 +230,7 @@ class BroadcastDelivery:
         delivered = Delivered([])
         self._exchange.patience_seconds = limit_seconds
         for member in members:
-            # A fence may have to wait for running requests: that is no sign of a server that is gone.
+            # A fence may have to wait for running requests: that is not a sign of a server that is gone.
             waits = self._config.in_flight == "finish"
             member.client.patience_seconds = 600.0 if waits else limit_seconds + self._config.drain_seconds
         failures: Counter[Member] = Counter()
@@ -280,6 +281,16 @@ class BroadcastDelivery:
             if failures[member] > 1 and (failure := self._exchange.failed.get(member)) is not None:
                 delivered.lost[member] = failure
         return len(delivered.lost) > known
+
+
+def refuse_other_weights(info: ServerInfo, url: str, task: str) -> None:
+    """Raise `CannotShare` for a server that cannot do `task`, because it serves adapters or shares its weights."""
+    if info.lora or info.sharing:
+        what, flag = ("serves adapters", "--enable-lora") if info.lora else ("shares its weights", "--share-weights")
+        raise CannotShare(
+            f"the vLLM server at {url} {what} and cannot {task}: start it without {flag}, or train with "
+            "--weight-bridge-mode lora_only"
+        )
 
 
 def serves(info: ServerInfo, version: int) -> bool:

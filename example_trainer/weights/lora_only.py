@@ -56,8 +56,8 @@ class LoraOnlyBridge(WeightBridge):
     ) -> None:
         """Keep the arguments; by default the server is the configured one.
 
-        `adapters_dir` is the directory to which adapters are written for a server that only takes files, and `vllm`
-        starts the trainer's own server otherwise than the configuration says.
+        `adapters_dir` is the directory to which adapters are written for a server that only takes files. `vllm`
+        are the options of the trainer's own server in place of the configuration's.
         """
         starts = config.start_vllm == "auto" and not config.num_inference_nodes
         self._config = config
@@ -164,7 +164,7 @@ class LoraOnlyBridge(WeightBridge):
         return self._server
 
     def _connect_found(self) -> AdapterServer:
-        """Return the server that somebody else has started."""
+        """Return the server that was started outside of the trainer."""
         try:
             client, info = connect_server(self._url, self._config.bridge_token)
         except ServerRefused as error:

@@ -79,17 +79,8 @@ class RegisteredBridge(WeightBridge):
                 raise PublishFailed(f"version {version} reached no server in {self._config.wait_timeout:g} s")
             members = self._members.wait_for(1, left)
             serving = self._prove(self._deliver(members, version, cost), version)
-        report = PublishReport(
-            version=version,
-            seconds=time.monotonic() - started,
-            fence_seconds=cost.fence_seconds,
-            loss_seconds=cost.loss_seconds,
-            expected_loss_seconds=cost.expected_loss_seconds,
-            recomputed_tokens=cost.recomputed_tokens,
-            generated_tokens=cost.generated_tokens,
-            paused_requests=cost.paused_requests,
-            servers=tuple(member.lease_id for member in serving),
-        )
+        servers = tuple(member.lease_id for member in serving)
+        report = cost.report(version, time.monotonic() - started, servers)
         self._delivery.note(report)
         self._has_published = True
         return report

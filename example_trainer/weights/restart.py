@@ -8,7 +8,7 @@ process, so each request has exactly one. Clients see no interruption: the new s
 imported everything when the next publish needs it.
 
 A checkpoint has its version in its name and is served through a link of constant name, which is moved once the
-checkpoint is complete; older ones are removed only after that, so the link never leads to half of one or to none.
+checkpoint is complete; older ones are removed only after that, so the link always leads to a complete one.
 
 With `--restart-method reload` a running server reads the checkpoint into its weights, under the fence of a publish; if
 that fails the server is restarted, because the state of its weights is unknown.
@@ -51,7 +51,7 @@ class RestartBridge(WeightBridge):
     """Implements `WeightBridge` by restarting a vLLM server of its own on new weights."""
 
     def __init__(self, config: TrainingOptions, vllm: VllmOptions | None = None) -> None:
-        """Keep the arguments; `vllm` starts the server otherwise than the configuration says."""
+        """Keep the arguments; `vllm` are the server's options in place of the configuration's."""
         self._config = config
         self._options = policy_options(config)
         self._vllm = vllm or own_server(config)

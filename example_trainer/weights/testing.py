@@ -1,11 +1,9 @@
-"""Test doubles for the weight bridges: a stand-in for the vLLM server without vLLM, and a bridge without a server.
+"""A stand-in for the vLLM server without vLLM, for tests of the weight bridges.
 
 `FakeServer` has its weights in vLLM's layout (fused qkv and gate_up, padded vocabulary, transposed Conv1D; each piece
 traced) in a real shared-memory segment, and a Hugging Face forward reads them there for the logprobs, so that a wrong
 slice or a torn write shows as it would with the real server. Its fence is the server's own, over an engine that decodes
-step by step: leases, lapses and aborts are real. `config_of` is a trainer's configuration for a
-server. `LocalBridge` loads the policy and publishes to no server, for training on recorded batches and tests of the
-loop.
+step by step: leases, lapses and aborts are real. `config_of` is a trainer's configuration for a server.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ import torch
 from example_trainer.config import TrainingConfig
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import PolicyOptions
-from example_trainer.modeling.policy import Policy
 from example_trainer.serving.fence import AdmissionGate, Fence
 from example_trainer.serving.problems import PROBLEM_PREFIX, Problem
 from example_trainer.serving.testing import StubEngine
@@ -36,7 +33,6 @@ from example_trainer.weight_protocol.checksums import combined_checksum
 from example_trainer.weight_protocol.manifest import BridgeManifest, process_start_time, write_manifest
 from example_trainer.weight_protocol.segment import PosixSegment
 from example_trainer.weight_protocol.shm_header import ParamMapping, Piece, SegmentHeader, SharedFile, TensorMap
-from example_trainer.weights.base import PublishReport, WeightBridge
 from example_trainer.weights.tensor_map import map_parameters
 
 _FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
@@ -376,30 +372,3 @@ def config_of(url: str, model: str | Path, **changes: Any) -> TrainingConfig:
     address = urlsplit(url)
     usual = {"model_name": str(model), "vllm_host": address.hostname, "vllm_port": address.port}
     return TrainingConfig.model_validate(usual | {"weight_bridge_mode": "shared_vllm", "sync_check": "off"} | changes)
-
-
-class LocalBridge(WeightBridge):
-    """Implements `WeightBridge` without a server; a publish only records its version."""
-
-    def __init__(self, options: PolicyOptions) -> None:
-        self._options = options
-        self.published_versions: list[int] = []
-
-    def prepare(self) -> Policy:
-        return load_policy(self._options)
-
-    def publish(self, version: int) -> PublishReport:
-        self.published_versions.append(version)
-        return PublishReport(version=version, seconds=0.0)
-
-    def highest_version(self) -> int:
-        return max(self.published_versions, default=0)
-
-    def should_publish(self, steps_since_publish: int) -> bool:
-        return steps_since_publish > 0
-
-    def needs_publish(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        return None

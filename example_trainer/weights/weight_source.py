@@ -2,7 +2,7 @@
 
 A policy that one process holds whole and one that is sharded over ranks look the same here. In the second case all
 ranks call the methods in the same order: each takes part in gathering, and only rank 0 keeps and packs the result. At
-any time rank 0 holds one bucket, and every rank one whole weight, beside its shards.
+any time rank 0 holds one bucket, and every rank one whole weight in addition to its shards.
 """
 
 from __future__ import annotations

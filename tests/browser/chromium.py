@@ -150,7 +150,7 @@ class Browser:
             self._take(answer)
 
     def page(self, *, window: bool = False) -> Page:
-        """Open a tab; with `window`, a window of its own, which stays visible beside others."""
+        """Open a tab; with `window`, a window of its own, which stays visible next to others."""
         target = self.call("Target.createTarget", {"url": "about:blank", "newWindow": window})["targetId"]
         session = self.call("Target.attachToTarget", {"targetId": target, "flatten": True})["sessionId"]
         page = Page.__new__(Page)

@@ -1,7 +1,7 @@
 """`make chaos`: the real programs are killed again and again under the real launcher, and nothing is lost or doubled.
 
-A live run ends with all its steps and code 0, without a hand. A run over recorded groups ends with the very weights of
-the run that nobody disturbed: the test logs the hash of both. ATROPOS_CHAOS_KILLS and ATROPOS_CHAOS_MODES ask for more.
+A live run ends with all its steps and code 0, without help. A run over recorded groups ends with exactly the weights
+of an undisturbed run: the test logs the hash of both. ATROPOS_CHAOS_KILLS and ATROPOS_CHAOS_MODES ask for more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whole runs in the modes that replace their server: no request of clients that are unaware of it fails.
 
-Every step replaces the server, with the launcher, broker, trainer and environment of a run at work beside the clients.
+Every step replaces the server, with the launcher, broker, trainer and environment of a run at work next to the clients.
 `ATROPOS_HANDOVER_STEPS=40 pytest tests/e2e/test_handover_runs.py` takes half an hour;
 `tests/integration/weights/test_handover.py` has the same without vLLM in seconds.
 """

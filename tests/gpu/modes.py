@@ -26,7 +26,7 @@ PROMPT = list(range(5, 31))
 MAX_MODEL_LENGTH = 512
 NO_TOKENIZER = ("--skip-tokenizer-init",)
 SERVER_SHARE = 0.3
-"""Share of the GPU's memory for a server: during a replacement two of them run beside the trainer."""
+"""Share of the GPU's memory for a server: during a replacement two of them run next to the trainer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ def memory_taken() -> int:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         return total - free
-    ctypes.CDLL(None).malloc_trim(0)  # memory that the allocator merely keeps is no copy
+    ctypes.CDLL(None).malloc_trim(0)  # memory that the allocator merely keeps is not a copy
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("RssAnon:")).split()[1])
 
@@ -152,7 +152,7 @@ def _versions(url: str, *, tokens: int) -> set[int]:
 
 
 def _difference(policy: Any, url: str, version: int) -> float:
-    """Return the largest logprob difference on the probe of the bridges' own proof; a large one is no error here."""
+    """Return the largest logprob difference on the probe of the bridges' own proof; a large one does not raise."""
     import httpx
 
     from example_trainer.weights.logprob_parity import Difference, prove

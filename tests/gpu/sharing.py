@@ -28,7 +28,7 @@ from example_trainer.model import load_policy
 from example_trainer.modeling.attention import install
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.policy import Policy
-from example_trainer.modeling.side_stream import SideStream
+from example_trainer.modeling.side_streams import SideStream
 from example_trainer.weight_protocol.segment import SharedSegment, make_segment
 from example_trainer.weight_protocol.shm_header import sweep_stale_files
 from example_trainer.weights.tensor_map import StridedRegion, view_at
@@ -188,7 +188,7 @@ def _step_seconds(policy: Policy, scale: Scale, seconds: float) -> float:
 
 
 def publish_beside_step(scale: Scale) -> Iterator[dict[str, float]]:
-    """Yield the seconds of a publish beside a step's kernels: on the stream that trains, then on one of its own."""
+    """Yield the seconds of a publish during a step's kernels: on the stream that trains, then on one of its own."""
     with tempfile.TemporaryDirectory() as directory:
         policy = policy_of(scale, Path(directory) / "model")
         segment = make_segment(scale.device, os.urandom(8).hex())

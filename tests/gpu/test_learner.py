@@ -96,7 +96,7 @@ def test_a_step_takes_the_memory_that_is_counted_before_a_run(activations, tmp_p
         optimizer = make_optimizer(masters, optimizer_settings(config))
         rows = make_rows(128)
         labels = torch.from_numpy(np.concatenate([row.tokens[row.targets] for row in rows])).to(policy.device)
-        for _ in range(2):  # the second backward runs beside the optimizer's states
+        for _ in range(2):  # the second backward runs while the optimizer's states are there
             for micro in micro_batches(rows, "packed", policy.device):
                 policy.compute(score, micro, labels[micro.target_index]).sum().backward()
             policy.collect_gradients()

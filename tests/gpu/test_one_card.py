@@ -1,4 +1,4 @@
-"""Trainer and server on one card: a publish beside training, masters in host memory, and a server that is killed."""
+"""Trainer and server on one card: a publish during training, masters in host memory, and a server that is killed."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ _METRICS = "example_trainer/objective/metrics.py"
 _OVERLONG = "example_trainer/objective/advantages.py"
 _COURSE = "example_trainer/objective/cs336.py"
 _DATA = "example_trainer/data.py"
+_SEQUENCES = "example_trainer/group_sequences.py"
 _TRAINING = "example_trainer/training.py"
 _REFERENCE = "example_trainer/objective/reference_policy.py"
 _OBJECTIVE = "example_trainer/objective/objective.py"
@@ -91,25 +92,29 @@ TRAINING: tuple[Mutant, ...] = (
         _ALIGNED,
     ),
     Mutant(
-        "sampler's logprobs shifted by one", _DATA, "chosen = values[targets]", "chosen = values[targets - 1]", _ALIGNED
+        "sampler's logprobs shifted by one",
+        _SEQUENCES,
+        "chosen = values[targets]",
+        "chosen = values[targets - 1]",
+        _ALIGNED,
     ),
     Mutant(
         "skipped mask",
-        _DATA,
+        _SEQUENCES,
         "positions = np.flatnonzero(mask != MASKED)",
         "positions = np.arange(len(mask))",
         _ALIGNED,
     ),
     Mutant(
         "placeholders taken for logprobs",
-        _DATA,
+        _SEQUENCES,
         "np.flatnonzero((chosen == PLACEHOLDER_LOGPROB) | ~np.isfinite(chosen))",
         "np.flatnonzero(~np.isfinite(chosen))",
         "unit/trainer/test_data.py::test_one_sequence_without_logprobs_among_many_is_found",
     ),
     Mutant(
         "temperature of the group before that of the sequence",
-        _DATA,
+        _SEQUENCES,
         "for source in (override_of(group, index), group.generation_params, group.group_overrides):",
         "for source in (group.group_overrides, group.generation_params, override_of(group, index)):",
         "unit/trainer/test_data.py::test_temperatures_come_from_override_then_generation_then_group_then_one",

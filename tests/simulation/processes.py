@@ -1,6 +1,6 @@
 """The simulated programs: a broker with the real rules, environments, trainers and an evaluation around it.
 
-Each is killed now and then and started again by its supervisor; one that is believed dead may go on beside its
+Each is killed now and then and started again by its supervisor; one that is believed dead may go on next to its
 successor. What a program has on its own disk survives, the rest is lost.
 """
 
@@ -170,7 +170,7 @@ class Program:
         self.tasks.append(self.world.start(work))
 
     def kill(self) -> None:
-        """End the process, or leave it for a while as one that nobody knows of; a successor starts meanwhile."""
+        """End the process, or leave it for a while as one that is not known to run; a successor starts meanwhile."""
         lives_on = self.world.happens(self.world.faults.zombie)
         tasks = self.tasks
 
@@ -182,7 +182,7 @@ class Program:
         self.world.after(self.world.chance.uniform(0.2, 5.0), self.start)
 
     def restart(self) -> None:
-        """Begin anew after an error that ends the process."""
+        """Begin again after an error that ends the process."""
         self.world.after(self.world.chance.uniform(0.2, 2.0), self.start)
 
     async def main(self) -> None:

@@ -27,7 +27,7 @@ class Faults:
     seconds_between_kills: float = 12.0
     """Mean time between the kills of two processes."""
     zombie: float = 0.3
-    """A process that is believed dead goes on beside its successor."""
+    """A process that is believed dead goes on next to its successor."""
     clock_jump_seconds: float = 2.0
 
 

@@ -75,8 +75,8 @@ class ServerPool:
     def pick(self, chosen: HttpServer | None) -> HttpServer | None:
         """Return the server for the next of several related calls; None while there is none.
 
-        It is the `chosen` one as long as that is there, and has at most `MARGIN` requests more than another registered
-        one: more than that costs longer than to compute the prompt again elsewhere.
+        It is the `chosen` one while that is registered and has at most `MARGIN` requests more than another one: above
+        that, waiting takes longer than computing the prompt again on the other.
         """
         if not self.servers:
             return None

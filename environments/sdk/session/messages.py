@@ -20,7 +20,7 @@ TEXT_KINDS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 def read_messages(messages: Sequence[Any], *, other_parts: bool = False) -> list[dict[str, Any]]:
     """Return the messages with text content, since chat templates concatenate it: parts joined by newlines, null as "".
 
-    vLLM's own route does the same. Parts that are no text are refused, or written as JSON if `other_parts`.
+    vLLM's own route does the same. Parts that are not text are refused, or written as JSON if `other_parts`.
     """
     if not messages:
         raise RequestRefused("messages is empty; a chat needs at least one message", param="messages")

@@ -83,7 +83,7 @@ def name_of(operation):
 @pytest.fixture(scope="module")
 def url():
     with pytest.MonkeyPatch.context() as patch:
-        # Nobody has a minute for each wait that is made up.
+        # Each generated wait would take up to a minute.
         patch.setattr(request, "LONGEST_WAIT_SECONDS", 0.01)
         with serve_in_thread(app) as served:
             yield served

@@ -158,7 +158,7 @@ def test_r26_a_trainer_that_wakes_after_its_lease_may_not_write(shared_server):
 def test_r26_torn_weights_are_refused_until_a_complete_publish(shared_server, reference):
     version = shared_server.version
     shared_server.begin(lease_seconds=0.3, drain_seconds=0)
-    shared_server.header().begin_write(version + 1)  # and the trainer dies here
+    shared_server.header().begin_write(version + 1)  # and the trainer is killed here
     wait_until(lambda: shared_server.info()["torn"])
     for path, body in (
         ("/generate", {"prompt": [5]}),

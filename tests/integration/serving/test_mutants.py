@@ -115,6 +115,6 @@ def test_kill_dash_nine_of_the_server_takes_its_engine_along(mutant_server):
     mutant_server.process.kill()
     _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []
-    assert list(Path("/dev/shm").glob(f"atropos-{boot_id}-*"))  # nobody was left to remove them
+    assert list(Path("/dev/shm").glob(f"atropos-{boot_id}-*"))  # no process was left to remove them
     sweep_stale_files()
     assert not list(Path("/dev/shm").glob(f"atropos-{boot_id}-*"))

@@ -14,7 +14,7 @@ import torch
 
 from atropos_api.wire import Batch, Group
 from example_trainer.config import TrainingConfig
-from example_trainer.data import MASKED, PLACEHOLDER_LOGPROB
+from example_trainer.group_sequences import MASKED, PLACEHOLDER_LOGPROB
 from example_trainer.step.train_step import make_train_step
 from example_trainer.vllm_manager import VllmOptions
 from example_trainer.weight_protocol.client import ServerClient

@@ -110,9 +110,9 @@ def test_r42_a_server_that_dies_loading_or_serving_is_followed_by_one_that_answe
     assert _version(connection) == 1
     options, vllm._options = vllm._options, replace(vllm._options, program=(sys.executable, "-c", "1/0"))
     with pytest.raises(ServerExited):
-        vllm.replace("m", version=2)  # neither beside the first nor after it does one come up
+        vllm.replace("m", version=2)  # no second server comes up, neither next to the first nor after it
     vllm._options = options
-    connection.request("GET", "/bridge/info")  # nobody is there to answer, and nobody refuses
+    connection.request("GET", "/bridge/info")  # no server is there to answer or to refuse
     vllm.replace("m", version=3)
     assert json.loads(connection.getresponse().read())["policy_version"] == 3
     os.kill(vllm.pid, signal.SIGKILL)

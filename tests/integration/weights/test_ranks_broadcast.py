@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from example_trainer.distributed.collective_publish import CollectiveWeightSource
-from example_trainer.distributed.rank0_proxy import RankedBridge
+from example_trainer.distributed.rank0_proxy import CollectiveWeightSource, RankedBridge
 from example_trainer.distributed.ranks import joined_ranks
 from example_trainer.modeling.loading import policy_options
 from example_trainer.processes.ports import free_port

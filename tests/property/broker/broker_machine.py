@@ -170,7 +170,7 @@ class BrokerMachine(RuleBasedStateMachine):
         assert (len(taken.rows), taken.duplicates) == (accepted, len(groups) - accepted)
 
     def expect(self, groups, key, *, always_alive=False, arrived=True):
-        """Give the reference the groups that are no repeats; return their number."""
+        """Give the reference the groups that are not repeats; return their number."""
         fresh = self.repeats.fresh(groups, key, self.now)
         if fresh or always_alive:
             self.model.touch(groups[0][1])

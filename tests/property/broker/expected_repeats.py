@@ -1,4 +1,4 @@
-"""Finds the new groups of each submission for the reference broker, which gets only groups that are no repeats."""
+"""Finds the new groups of each submission for the reference broker, which gets only groups that are not repeats."""
 
 WINDOW_SECONDS = 30
 

@@ -17,7 +17,7 @@ from atropos_api.testing import RedisServer, running_redis
 
 
 def load(name):
-    """Import a module beside this file, as tests are not a package."""
+    """Import a module next to this file, as tests are not a package."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

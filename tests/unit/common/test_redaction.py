@@ -1,4 +1,4 @@
-"""Secrets appear in no record, log line, error line or command line, whoever declared or passed them."""
+"""Secrets appear in no record, log line, error line or command line, whichever program declared or passed them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers judged by another model, and answers with a teacher's logprobs beside them."""
+"""Answers judged by another model, and answers with a teacher's logprobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments of one's own: the page's example, the one that `env init` writes, those of packages."""
+"""Environments of users: the page's example, the one that `env init` writes, those of packages."""
 
 import ast
 import importlib

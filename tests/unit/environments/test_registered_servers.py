@@ -178,7 +178,7 @@ async def test_a_draining_server_ends_what_it_has_and_gets_nothing_new(scene):
 
 
 async def test_a_server_that_refuses_is_left_for_another_at_once(scene):
-    """503: it knows that it is fenced before the broker has told everybody."""
+    """503: it knows that it is fenced before the broker has notified the others."""
     await scene.register("one", "two")
     await scene.until("one", "two")
     scene.farm.refusing.add("one")

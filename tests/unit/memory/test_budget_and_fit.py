@@ -61,7 +61,7 @@ def config_of(**flags: Any) -> TrainingConfig:
 
 
 def needs(**flags: Any) -> Budget:
-    """Return the needs of an 8B model beside a server on another GPU."""
+    """Return the needs of an 8B model with a server on another GPU."""
     return budget(EIGHT, config_of(**flags), server_bytes=0.0)
 
 

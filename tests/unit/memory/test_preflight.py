@@ -241,7 +241,7 @@ def serving_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("flags", "share", "beside_server", "gigabytes"),
     [
         ({"weight_bridge_mode": "none"}, 0.45, False, 17.8),  # 36.0 without 16.1 of weights and 2.1 to work in
-        ({"weight_bridge_mode": "none", "vllm_gpu": 1}, 0.45, False, None),  # vLLM measures what nobody else takes
+        ({"weight_bridge_mode": "none", "vllm_gpu": 1}, 0.45, False, None),  # vLLM measures what no other process takes
         ({"weight_bridge_mode": "none", "device": "cpu"}, 0.45, False, None),
         ({**SHARED, "num_inference_nodes": 2, "device": "cuda:1"}, 0.225, True, None),  # weights and one sequence alone
         ({**SHARED, "num_inference_nodes": 2, "vllm_tensor_parallel_size": 2}, 0.225, True, 7.8),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from example_trainer.modeling.host_gradients import HostGradients
+from example_trainer.modeling.side_streams import HostGradients
 
 
 def gradients_of(count, dtype=torch.bfloat16):

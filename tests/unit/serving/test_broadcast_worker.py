@@ -56,7 +56,7 @@ def ended(receiver):
 
 
 def test_a_group_that_is_left_while_it_is_joined_is_closed_when_it_meets(meeting):
-    """Else its NCCL communicator stays, and nobody aborts it."""
+    """Else its NCCL communicator stays, and is never aborted."""
     receiver = BroadcastReceiver("g", Rendezvous("127.0.0.1", 1, 1, 2), CPU)
     receiver.leave()
     meeting.met.set()

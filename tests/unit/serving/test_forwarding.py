@@ -1,4 +1,4 @@
-"""Adapters that servers pass on: each reaches two others, and whoever is not reached is left out of the answer."""
+"""Adapters that servers pass on: each reaches two others, and one that is not reached is left out of the answer."""
 
 from __future__ import annotations
 

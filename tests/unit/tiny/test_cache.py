@@ -1,4 +1,4 @@
-"""The cache of base models: a model is created once, found again, and created anew if the recipe changes."""
+"""The cache of base models: a model is created once, found again, and created again if the recipe changes."""
 
 import subprocess
 import sys

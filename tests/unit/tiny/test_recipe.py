@@ -106,7 +106,7 @@ def test_muon_lowers_a_loss():
 
 
 def test_every_loader_sees_the_same_tokenizer(folder):
-    """With a qwen2 config beside it AutoTokenizer rebuilds the tokenizer by Qwen2's rules; the ids must not change."""
+    """With a qwen2 config next to it AutoTokenizer rebuilds the tokenizer by Qwen2's rules; the ids must not change."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     auto, plain = AutoTokenizer.from_pretrained(folder), PreTrainedTokenizerFast.from_pretrained(folder)

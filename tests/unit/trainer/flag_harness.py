@@ -30,9 +30,9 @@ from example_trainer.model import load_policy
 from example_trainer.modeling.loading import PolicyOptions, policy_options
 from example_trainer.modeling.policy import Policy
 from example_trainer.monitoring.trackers import read_metrics
-from example_trainer.testing import Sampler
+from example_trainer.testing import LocalBridge, Sampler
 from example_trainer.weights.base import WeightBridge
-from example_trainer.weights.testing import LocalBridge, served_fake
+from example_trainer.weights.testing import served_fake
 
 Tensors = dict[str, torch.Tensor]
 

@@ -11,9 +11,9 @@ import torch
 
 from atropos_api.wire import Batch, Group
 from environments.sdk.groups import fill_absent
-from example_trainer.data import DataSettings, TrainingBatch, find_temperature, prepare_batch, report_logprobs
+from example_trainer.data import DataSettings, TrainingBatch, prepare_batch, report_logprobs
 from example_trainer.errors import BadBatch, MissingLogprobs
-from example_trainer.group_optional_fields import leave_out_absent
+from example_trainer.group_sequences import find_temperature, leave_out_absent
 from example_trainer.objective.advantages import AdvantageSettings, OverlongSettings, overlong_penalty
 
 SETTINGS = DataSettings(max_tokens=16, advantages=AdvantageSettings(norm="none"))

@@ -220,7 +220,7 @@ def is_warned_about(mode: str, beside: Sequence[str], argv: Sequence[str]) -> bo
 
 
 def arguments(field: str) -> tuple[list[str], list[str]]:
-    """Return the options that a flag needs beside it, and the flag with another value than the default."""
+    """Return the options that a flag needs, and the flag with another value than the default."""
     if field in EFFECTS:
         return words(EFFECTS[field].beside), words(EFFECTS[field].argv)
     return [], words(SERVED[field][0] if field in SERVED else VALUES[field])
@@ -252,7 +252,7 @@ def outcome(config: TrainingConfig) -> Any:
 
 
 def memory(config: TrainingConfig) -> float | None:
-    """Return the share of a GPU that is counted for a server which somebody else starts; None if nothing is counted."""
+    """Return the share of a GPU that is counted for a server that is started separately; None if nothing is counted."""
     if config.fit == "off" or (config.device == "cpu" and config.gpu_memory_gb is None):
         return None
     shares_gpu = serves_on(trainer_gpu(config), config, {})
@@ -298,5 +298,5 @@ def launched(mode: str, argv: Sequence[str], directory: Path) -> tuple[Sequence[
 
 
 def plain_ports(value: Any) -> str:
-    """Return settings as text without the free ports that each plan draws anew."""
+    """Return settings as text without the free ports that differ between plans."""
     return re.sub(r"(port': |127\.0\.0\.1:|localhost:)\d+", r"\1N", str(value))

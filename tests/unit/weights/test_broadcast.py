@@ -14,8 +14,7 @@ from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused
 from example_trainer.weight_protocol.broadcast_group import BroadcastGroup
 from example_trainer.weight_protocol.client import Fence, ServerClient
 from example_trainer.weights.broadcast import BroadcastBridge
-from example_trainer.weights.broadcast_exchange import Cost
-from example_trainer.weights.broadcast_meeting import meeting_address, refuse_nccl, refuse_shared_gpu
+from example_trainer.weights.broadcast_exchange import Cost, meeting_address, refuse_nccl, refuse_shared_gpu
 from example_trainer.weights.members import Member
 from example_trainer.weights.testing import config_of
 

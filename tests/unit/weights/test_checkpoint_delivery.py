@@ -14,8 +14,7 @@ from example_trainer.serving.checkpoint_download import download
 from example_trainer.serving.checkpoint_shapes import CheckpointUnreadable
 from example_trainer.weight_protocol.checkpoint_files import CheckpointFile, CheckpointSource, describe, is_whole
 from example_trainer.weights import checkpoint_delivery
-from example_trainer.weights.checkpoint_delivery import CheckpointDelivery
-from example_trainer.weights.checkpoint_server import CheckpointServer
+from example_trainer.weights.checkpoint_delivery import CheckpointDelivery, CheckpointServer
 from example_trainer.weights.members import Member, MemberCalls
 from example_trainer.weights.testing import config_of
 

@@ -1,4 +1,4 @@
-"""Deliveries to registered servers: whoever is lost in a phase of a publish is named, and all others have the version.
+"""Deliveries to registered servers: one that is lost in a phase of a publish is named, and all others have the version.
 
 The servers are scripted; the exchange between real processes is in `tests/integration/weights/test_broadcast.py`.
 """

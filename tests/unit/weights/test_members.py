@@ -1,4 +1,4 @@
-"""Members of a publish: those that the registry lists and that answer; others are left out, for a time or for good."""
+"""Members of a publish: those that the registry lists and that answer; others are left out, for a time or finally."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Server:
 
     @property
     def serves(self):
-        """The version that followers get from it; None if the registry names it to nobody."""
+        """The version that followers get from it; None if the registry does not name it to them."""
         rows = self.world.registry.select("default", answering=True).servers
         return self.version if any(row.lease_id == self.lease_id for row in rows) else None
 

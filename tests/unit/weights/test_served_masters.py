@@ -1,4 +1,4 @@
-"""`--master-weights none` in shared mode: the optimizer steps the very tensors that the server reads."""
+"""`--master-weights none` in shared mode: the optimizer steps exactly the tensors that the server reads."""
 
 from __future__ import annotations
 

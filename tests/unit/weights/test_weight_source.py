@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from example_trainer.distributed.collective_publish import CollectiveWeightSource, join_publish, publish_on_rank0
+from example_trainer.distributed.rank0_proxy import CollectiveWeightSource, join_publish, publish_on_rank0
 from example_trainer.distributed.ranks import Ranks
 from example_trainer.errors import RanksFailed
 from example_trainer.model import load_policy

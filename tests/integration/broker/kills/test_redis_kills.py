@@ -274,7 +274,7 @@ def test_a_standby_that_was_told_to_begin_anew_deletes_nothing_when_it_takes_ove
     active.kill()
     assert standby.wait_until(200)
     assert httpx.get(standby.url + "/v1/status").json()["run"]["name"] == "kept"
-    # Told so while nobody else is active, it does.
+    # Told so while no other process is active, it does.
     standby.kill(signal.SIGTERM)
     standby.start()
     assert standby.wait_until(200)

@@ -1,4 +1,4 @@
-"""Environment servers as processes of their own, beside a real vLLM whose model thinks, calls tools and answers.
+"""Environment servers as processes of their own, next to a real vLLM whose model thinks, calls tools and answers.
 
 The model is not trained: the token transitions are written into it. The embeddings of the tokens that matter are
 orthogonal, and the output head holds the logarithms of the wanted transition probabilities in terms of them. Attention
@@ -52,7 +52,7 @@ PIECES = (
     *("<think>", "</think>", "<answer>", "</answer>", "+", *WORDS, *NUMBERS, *DIGITS),
 )
 THINKING = {**dict.fromkeys(WORDS, 0.96 / len(WORDS)), "</think>": 0.03, "<tool_call>": 0.01}
-SUM = {**dict.fromkeys(NUMBERS, 0.97 / len(NUMBERS)), CALL_END: 0.03}  # a sum that breaks off is no Python
+SUM = {**dict.fromkeys(NUMBERS, 0.97 / len(NUMBERS)), CALL_END: 0.03}  # a sum that breaks off is not Python
 FOLLOWERS: dict[str, dict[str, float]] = {
     "[assistant]": {"<tool_call>": 0.3, **dict.fromkeys(WORDS, 0.7 / len(WORDS))},
     "<think>": THINKING,

@@ -45,7 +45,7 @@ def test_transformers_tokenizers_give_lists_again(tokenizer_folder, monkeypatch)
     base = tokenization_utils_base.PreTrainedTokenizerBase
     own = AutoTokenizer.from_pretrained(str(tokenizer_folder))
     chat = [{"role": "user", "content": "2 + 2?"}]
-    # Another test of this process may have installed the patch for good.
+    # Another test of this process may have installed the patch for the whole process.
     monkeypatch.setattr(base, "apply_chat_template", inspect.unwrap(base.apply_chat_template))
     expected = own.apply_chat_template(chat, return_dict=False)
     assert own.apply_chat_template(chat) != expected, "transformers changed back; the patch can go"

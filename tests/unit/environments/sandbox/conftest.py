@@ -31,7 +31,7 @@ SECRET = "hunter2"
 
 
 class Machine:
-    """Sockets, pipes, files and processes beside the sandbox."""
+    """Sockets, pipes, files and processes outside of the sandbox."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

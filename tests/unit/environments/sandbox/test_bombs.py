@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 def require_contained(drive, bombs, limits, *, is_counted=False, **how):
     """Check that each program is refused or ended.
 
-    With `is_counted`, a supervisor counts instead of the kernel, and may be late: beside eight busy processes a program
+    With `is_counted`, a supervisor counts instead of the kernel, and may be late: with eight busy processes a program
     made 400 children before it was ended.
     """
     answer = drive({name: bomb.code for name, bomb in bombs.items()}, **limits, **how)

@@ -138,7 +138,7 @@ def test_where_isolation_is_impossible_the_tool_does_not_run_unless_told_to(capl
 
 
 def test_of_an_interpreters_folder_only_its_programs_and_libraries_are_shown(tmp_path, monkeypatch):
-    """A Python environment may be in a project's own folder, beside its secrets."""
+    """A Python environment may be in a project's own folder, next to its secrets."""
     for name in ("bin", "lib", "secrets"):
         (tmp_path / name).mkdir()
     (tmp_path / "pyvenv.cfg").touch()

@@ -18,7 +18,7 @@ from environments.sdk.groups import GroupRules, fill_absent, group_items, to_wir
 from environments.sdk.members import MemberRule, Members
 from environments.sdk.rollout_metrics import RolloutMetrics
 from environments.sdk.session.tokens_and_masks import SampleLog
-from example_trainer.group_optional_fields import leave_out_absent
+from example_trainer.group_sequences import leave_out_absent
 
 pytestmark = pytest.mark.anyio
 

@@ -1,18 +1,58 @@
-"""Moves gradients of masters in host memory off the GPU without making the backward wait for it.
+"""Work in CUDA streams of its own, in parallel with training: a publish, and gradients on their way to the host.
 
-A gradient is copied in its own dtype, half the bytes of fp32, into pinned memory and in a stream of its own, and added
-to the master's on the host when the next one of the same master arrives, or at the end. Adding up on the GPU instead
-would move each gradient once a step, but takes 4 bytes per trained parameter of the GPU, which `--master-weights host`
-is there to save: 59 GB for 14B.
+Kernels of one stream run in the order in which they were enqueued. A publish in the default stream would therefore wait
+for the micro-batch that the next step has enqueued before it, and the fence with it. On a CPU, where work is done when
+its call returns, nothing here runs in parallel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+_FIRST_IN_LINE = -1
+"""CUDA's priority of a stream whose kernels are scheduled before those that wait in streams of the usual priority."""
+
+
+class SideStream:
+    """One stream of high priority on one device: it starts after what is enqueued now and waits for nothing later.
+
+    It is kept, because each stream has a pool of cached memory of its own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def after_present_work(self) -> AbstractContextManager[None]:
+        """Return a context, for any thread, whose kernels run in this stream once the work enqueued by now is done.
+
+        The present is that of this call, not of the context's begin. At its end all of its kernels have completed, so
+        that the tensors they read may change.
+        """
+        if self._device.type != "cuda":
+            return nullcontext()
+        present = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+        present.record(torch.cuda.current_stream(self._device))
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]  # untyped in torch
+                self._device, priority=_FIRST_IN_LINE
+            )
+        return _in_stream(self._stream, present)
+
+
+@contextmanager
+def _in_stream(stream: torch.cuda.Stream, present: torch.cuda.Event) -> Iterator[None]:
+    with torch.cuda.stream(stream):
+        stream.wait_event(present)
+        try:
+            yield
+        finally:
+            stream.synchronize()
 
 
 @dataclass(slots=True)
@@ -24,7 +64,13 @@ class _Arriving:
 
 
 class HostGradients:
-    """The gradients on their way from one device to masters in host memory, by the masters' names."""
+    """The gradients on their way from one device to masters in host memory, by the masters' names.
+
+    A gradient is copied in its own dtype, half the bytes of fp32, into pinned memory and in a stream of its own, and
+    the backward does not wait for it. It is added to the master's on the host when the next one of the same master
+    arrives, or at the end. Adding up on the GPU instead would move each gradient once a step, but takes 4 bytes per
+    trained parameter of the GPU, which `--master-weights host` is there to save: 59 GB for 14B.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

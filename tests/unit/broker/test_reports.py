@@ -2,8 +2,8 @@
 
 import pytest
 
-from atropos_api.broker import run_metrics
-from atropos_api.broker.run_metrics import RunMetrics
+from atropos_api.broker import reports
+from atropos_api.broker.reports import RunMetrics
 from atropos_api.errors import InvalidRequest
 from atropos_api.store.memory import MemoryLedger
 from atropos_api.wire.reports import StepMetrics
@@ -31,7 +31,7 @@ def test_steps_reported_before_and_after_the_table_was_read_are_in_it_once():
 
 
 def test_a_new_process_finds_the_steps_of_the_last(monkeypatch):
-    monkeypatch.setattr(run_metrics, "ROWS_A_READ", 10)
+    monkeypatch.setattr(reports, "ROWS_A_READ", 10)
     ledger = MemoryLedger()
     RunMetrics(ledger).take("r", [step(number) for number in range(1, 36)], known_runs=["r"])
     metrics = RunMetrics(ledger)
@@ -41,7 +41,7 @@ def test_a_new_process_finds_the_steps_of_the_last(monkeypatch):
 
 
 def test_steps_that_come_while_a_table_is_read_are_in_it(monkeypatch):
-    monkeypatch.setattr(run_metrics, "ROWS_A_READ", 10)
+    monkeypatch.setattr(reports, "ROWS_A_READ", 10)
     metrics = RunMetrics(MemoryLedger())
     metrics.take("r", [step(number) for number in range(1, 21)], known_runs=["r"])
     assert metrics.read_part("r")
@@ -61,7 +61,7 @@ def test_a_resumed_run_loses_the_steps_that_it_trains_again():
 
 def test_the_oldest_steps_and_the_oldest_runs_are_forgotten(monkeypatch):
     for name, value in (("MOST_STEPS", 50), ("TRIM_EVERY", 10), ("MOST_RUNS", 3), ("MOST_TABLES", 2)):
-        monkeypatch.setattr(run_metrics, name, value)
+        monkeypatch.setattr(reports, name, value)
     ledger = MemoryLedger()
     metrics = RunMetrics(ledger)
     for number in range(1, 101):
@@ -78,7 +78,7 @@ def test_the_oldest_steps_and_the_oldest_runs_are_forgotten(monkeypatch):
 
 
 def test_a_run_has_a_bounded_number_of_names(monkeypatch):
-    monkeypatch.setattr(run_metrics, "MOST_NAMES", 3)
+    monkeypatch.setattr(reports, "MOST_NAMES", 3)
     metrics = RunMetrics(MemoryLedger())
     metrics.take("r", [step(1, a=1.0, b=1.0)], known_runs=["r"])
     with pytest.raises(InvalidRequest, match="4 names of metrics, and 3 are allowed"):
@@ -87,7 +87,7 @@ def test_a_run_has_a_bounded_number_of_names(monkeypatch):
 
 
 def test_large_tables_leave_the_memory_and_are_read_again_when_they_are_looked_at(monkeypatch):
-    monkeypatch.setattr(run_metrics, "MOST_TABLE_BYTES", 1)
+    monkeypatch.setattr(reports, "MOST_TABLE_BYTES", 1)
     metrics = RunMetrics(MemoryLedger())
     for run in "abc":
         metrics.take(run, [step(1), step(2)], known_runs=list("abc"))

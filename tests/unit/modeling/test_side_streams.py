@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from example_trainer.config import TrainingConfig
-from example_trainer.modeling.side_stream import SideStream
+from example_trainer.modeling.side_streams import SideStream
 from example_trainer.state import Phases, Progress
 from example_trainer.step.post_step import PostStep
 from example_trainer.weight_protocol.segment import make_segment
