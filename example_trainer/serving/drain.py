@@ -22,16 +22,21 @@ _POINTS = 65
 
 
 class Running(TypedDict):
-    """The requests that an engine core computes now, and what its steps cost."""
+    """The requests that an engine core computes from its next step on, and what its steps cost.
+
+    They are the R that run and those of the waiting ones for which there are places.
+    """
 
     computed_tokens: list[int]
-    """`[R]` tokens of each running request whose KV entries are computed."""
+    """`[R]` tokens of each request whose KV entries are computed."""
+    tokens: list[int]
+    """`[R]` tokens of each request, of its prompt and of its output so far."""
     generated_tokens: list[int]
     """`[R]` tokens of its output so far."""
     token_limits: list[int]
     """`[R]` the most tokens that its output may have."""
     waiting: int
-    """Requests that wait for the place of a running one."""
+    """Requests that wait until one of those ends."""
     distinct_tokens: int
     """Sum of `computed_tokens` with those of a shared prefix counted once."""
     last_lengths: list[int]
@@ -48,6 +53,8 @@ class Running(TypedDict):
 class DrainPlan:
     """The wait with the least expected loss."""
 
+    places: int
+    """The number of requests that the engine would compute without the wait."""
     seconds: float
     expected_loss_seconds: float
     step_share: float
@@ -62,37 +69,41 @@ class DrainPlan:
         return idle_seconds * self.step_share + discarded_tokens * self.prefill_seconds
 
 
-NOTHING_RUNS = DrainPlan(0.0, 0.0, 0.0, 0.0)
+NOTHING_RUNS = DrainPlan(0, 0.0, 0.0, 0.0, 0.0)
 
 
-def plan_drain(running: Running, limit_seconds: float) -> DrainPlan:
+def plan_drain(running: Running, limit_seconds: float, *, places: int = 0) -> DrainPlan:
     """Return the wait of at most `limit_seconds` with the least expected loss.
 
-    With R requests, of which A(j) still run after j steps, and a step that takes a + b A seconds, step j generates A(j)
-    tokens in a time in which a full engine generates A(j) + R a (1 - A(j)/R) / (a + b R): it loses a (1 - A(j)/R)
-    seconds. What runs after k steps is computed again at `prefill_seconds` a token.
+    With A(j) of P requests still running after j steps, and a step that takes a + b A seconds, step j generates A(j)
+    tokens in a time in which a full engine generates A(j) + P a (1 - A(j)/P) / (a + b P): it loses a (1 - A(j)/P)
+    seconds. What runs after k steps is computed again at `prefill_seconds` a token. P is the number of requests now,
+    or `places` if that is higher, as it is after a part of the wait.
     """
     requests = len(running["computed_tokens"])
-    fixed, each = running["step_seconds"], running["request_seconds"]
-    full_step = fixed + each * requests
+    places = max(places, requests)
+    fixed, each, prefill = (running[name] for name in ("step_seconds", "request_seconds", "prefill_seconds"))
+    full_step = fixed + each * places
     if requests == 0 or full_step <= 0.0:
-        return DrainPlan(0.0, 0.0, 0.0, running["prefill_seconds"])
-    most_steps = min(_LONGEST_PLAN_STEPS, int(limit_seconds / full_step))
+        return DrainPlan(places, 0.0, 0.0, 0.0, prefill)
+    most_steps = min(_LONGEST_PLAN_STEPS, max(0, int(limit_seconds / full_step)))
     spaced = np.linspace(0, most_steps, _POINTS).astype(np.int64)
     steps = np.union1d(spaced, np.arange(min(_EACH, most_steps) + 1))
     survival = _survival(running, steps)
     alive = survival.sum(axis=0)
-    places_used = np.minimum(1.0, (alive + running["waiting"]) / requests)
-    lost = fixed * _integral(1.0 - places_used, steps)
-    computed = np.asarray(running["computed_tokens"], np.float64)
+    lost = fixed * _integral(1.0 - np.minimum(1.0, (alive + running["waiting"]) / places), steps)
+    computed, tokens = (np.asarray(running[name], np.float64) for name in ("computed_tokens", "tokens"))
+    # Without a wait only what is computed by now is lost, and nothing of a request that has not begun.
+    at_pause = np.where(steps == 0, computed[:, None], tokens[:, None] + steps)
     shared = running["distinct_tokens"] / max(1.0, float(computed.sum()))
-    again = shared * (survival * (computed[:, None] + steps)).sum(axis=0)
-    losses = lost + again * running["prefill_seconds"]
+    losses = lost + prefill * shared * (survival * at_pause).sum(axis=0)
     best = int(losses.argmin())
-    seconds = float(_integral(fixed + each * alive, steps)[best])
-    if best == len(steps) - 1 and best > 0:
-        seconds = limit_seconds
-    return DrainPlan(seconds, float(losses[best]), fixed / full_step, running["prefill_seconds"])
+    seconds = 0.0
+    if best > 0:
+        beginning = prefill * float((tokens - computed).sum())
+        seconds = beginning + float(_integral(fixed + each * alive, steps)[best])
+        seconds = limit_seconds if best == len(steps) - 1 else min(limit_seconds, seconds)
+    return DrainPlan(places, seconds, float(losses[best]), fixed / full_step, prefill)
 
 
 def _survival(running: Running, steps: NDArray[np.int64]) -> NDArray[np.float64]:

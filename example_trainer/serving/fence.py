@@ -278,9 +278,8 @@ class Fence:
         """Drain and pause the engine; the result is the answer of `begin`."""
         inside, request_seconds = self._gate.inside, self._gate.request_seconds()
         with self._abandoning_on_error(publish):
-            plan = await self._plan_drain(publish.in_flight, drain_seconds)
-        limits = {"auto": plan.seconds if plan else 0.0, "drain": drain_seconds, "finish": None}
-        drained = await self._gate.wait_until_empty(limits.get(publish.in_flight, 0.0))
+            plan = await self._drain(publish.in_flight, drain_seconds)
+        drained = self._gate.inside == 0
         pause_began = time.monotonic()
         async with self._busy:
             self._current(publish.publish_id)
@@ -301,11 +300,21 @@ class Fence:
             "recomputed_tokens_total": counters["recomputed_tokens_total"],
         }
 
-    async def _plan_drain(self, in_flight: InFlight, limit_seconds: float) -> DrainPlan | None:
-        """Return how long to wait for running requests; None if the trainer has said it."""
+    async def _drain(self, in_flight: InFlight, limit_seconds: float) -> DrainPlan | None:
+        """Wait for running requests; return the plan by which it began, or None if the trainer has said how long."""
         if in_flight != "auto":
+            limits = {"drain": limit_seconds, "finish": None}
+            await self._gate.wait_until_empty(limits.get(in_flight, 0.0))
             return None
-        return plan_drain(await self._engine.running(), limit_seconds) if self._gate.inside else NOTHING_RUNS
+        if not self._gate.inside:
+            return NOTHING_RUNS
+        end = time.monotonic() + limit_seconds
+        first = plan = plan_drain(await self._engine.running(), limit_seconds)
+        # Steps may take longer than expected, and outputs of one length end together: a wait that stopped just before
+        # their end would have cost its time and all of their tokens.
+        while plan.seconds > 0 and not await self._gate.wait_until_empty(plan.seconds):
+            plan = plan_drain(await self._engine.running(), end - time.monotonic(), places=first.places)
+        return first
 
     @contextmanager
     def _abandoning_on_error(self, publish: Publish) -> Iterator[None]:

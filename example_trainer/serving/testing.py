@@ -50,6 +50,7 @@ class StubEngine:
         self.generated_tokens = 0
         self.now_running: Running = {
             "computed_tokens": [],
+            "tokens": [],
             "generated_tokens": [],
             "token_limits": [],
             "waiting": 0,

@@ -12,15 +12,15 @@ DRAIN: tuple[Mutant, ...] = (
     Mutant(
         "the time that idle places waste is forgotten",
         _DRAIN,
-        "losses = lost + again",
-        "losses = again",
+        "losses = lost + prefill",
+        "losses = prefill",
         f"{_CHOICE}long_outputs_are_paused_at_once_for_what_it_costs_to_compute_them_again",
     ),
     Mutant(
         "what is computed again is forgotten",
         _DRAIN,
-        'losses = lost + again * running["prefill_seconds"]',
-        "losses = lost + 0 * again",
+        "losses = lost + prefill * shared *",
+        "losses = lost + 0 * shared *",
         f"{_CHOICE}outputs_that_are_about_to_end_are_waited_for",
     ),
     Mutant(
@@ -33,8 +33,8 @@ DRAIN: tuple[Mutant, ...] = (
     Mutant(
         "a shared prefix counts for each request",
         _DRAIN,
-        "again = shared * (",
-        "again = (",
+        "prefill * shared * (survival",
+        "prefill * (survival",
         f"{_CHOICE}a_prefix_that_requests_share_is_computed_again_once",
     ),
     Mutant(
@@ -43,5 +43,19 @@ DRAIN: tuple[Mutant, ...] = (
         "        self._ended = None\n",
         "        pass\n",
         f"{_CHOICE}the_time_after_a_pause_or_an_idle_time_is_no_steps_time",
+    ),
+    Mutant(
+        "places that are idle after a part of the wait are forgotten",
+        _DRAIN,
+        "places = max(places, requests)",
+        "places = requests",
+        f"{_CHOICE}after_a_part_of_the_wait_the_places_of_ended_requests_still_count",
+    ),
+    Mutant(
+        "a wait that was too short is not made longer",
+        "example_trainer/serving/fence.py",
+        "while plan.seconds > 0 and not await self._gate.wait_until_empty(plan.seconds):",
+        "if plan.seconds > 0 and not await self._gate.wait_until_empty(plan.seconds):",
+        "unit/serving/test_fence.py::test_auto_waits_for_a_request_that_is_about_to_end",
     ),
 )

@@ -18,6 +18,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from example_trainer.serving.drain import Running
@@ -274,13 +275,15 @@ def _counters(core: Any) -> dict[str, int]:
 def _running(core: Any) -> Running:
     """Return the running requests and the times of steps, for the choice how long a publish drains."""
     scheduler = core.scheduler
-    running, times = scheduler.running, tally_of(scheduler).times
+    places = max(0, scheduler.max_num_running_reqs - len(scheduler.running))
+    running, times = [*scheduler.running, *islice(scheduler.waiting, places)], tally_of(scheduler).times
     step_seconds, request_seconds, prefill_seconds = times.fit()
     return {
         "computed_tokens": [request.num_computed_tokens for request in running],
+        "tokens": [request.num_tokens for request in running],
         "generated_tokens": [request.num_output_tokens for request in running],
         "token_limits": [request.max_tokens for request in running],
-        "waiting": scheduler.get_request_counts()[1],
+        "waiting": sum(scheduler.get_request_counts()) - len(running),
         "distinct_tokens": _count_computed(scheduler),
         "last_lengths": list(times.lengths),
         "step_seconds": step_seconds,

@@ -12,6 +12,7 @@ def running(*, generated, lengths, limit=10_000, prompt=20, **figures):
     computed = [prompt + tokens for tokens in generated]
     return {
         "computed_tokens": computed,
+        "tokens": computed,
         "generated_tokens": list(generated),
         "token_limits": [limit] * len(computed),
         "waiting": 0,
@@ -59,6 +60,20 @@ def test_places_that_waiting_requests_take_are_not_lost():
     alone, followed = (plan_drain(running(**half, waiting=waiting), 0.5) for waiting in (0, 100))
     assert followed.seconds > alone.seconds
     assert followed.expected_loss_seconds < alone.expected_loss_seconds
+
+
+def test_after_a_part_of_the_wait_the_places_of_ended_requests_still_count():
+    rest = running(generated=[20] * 2, lengths=[32] * 50, prefill_seconds=1e-3)
+    assert plan_drain(rest, 0.5).seconds > 0
+    assert plan_drain(rest, 0.5, places=64).seconds == 0
+
+
+def test_a_request_that_has_not_begun_costs_nothing_unless_the_wait_lets_it_begin():
+    begun = running(generated=[0] * 64, lengths=[1000])
+    not_begun = begun | {"computed_tokens": [0] * 64, "distinct_tokens": 0}
+    assert plan_drain(begun, 0.5).expected_loss_seconds == pytest.approx(64 * 20 * 1e-4)
+    assert plan_drain(not_begun, 0.5) == plan_drain(not_begun, 0.0)
+    assert plan_drain(not_begun, 0.5).expected_loss_seconds == 0
 
 
 def test_a_prefix_that_requests_share_is_computed_again_once():

@@ -57,21 +57,39 @@ async def test_finish_waits_until_the_last_has_left(fence, gate, header):
     await asyncio.wait_for(beginning, 1)
 
 
-async def test_auto_waits_as_long_as_the_engine_makes_it_worth_and_says_what_it_cost(fence, gate, engine, header):
+ABOUT_TO_END = {
+    "computed_tokens": [40],
+    "tokens": [40],
+    "generated_tokens": [30],
+    "token_limits": [32],
+    "distinct_tokens": 40,
+    "step_seconds": 0.05,
+    "prefill_seconds": 0.01,
+}
+
+
+async def test_auto_waits_for_a_request_that_is_about_to_end(fence, gate, engine, header):
     await publish(fence, header, 1)
     await gate.enter()
-    engine.now_running |= {
-        "computed_tokens": [40],
-        "generated_tokens": [30],
-        "token_limits": [32],
-        "distinct_tokens": 40,
-        "step_seconds": 0.05,
-        "prefill_seconds": 0.01,
-    }
+    engine.now_running |= ABOUT_TO_END
+    asyncio.get_running_loop().call_later(0.15, gate.leave)
     began = asyncio.get_running_loop().time()
+    begun = await fence.begin(lease_seconds=30, drain_seconds=30.0, in_flight="auto")
+    assert begun["drained"]
+    assert 0.15 <= asyncio.get_running_loop().time() - began < 5
+    assert engine.calls.count(("running", None)) >= 2, "two steps of 0.05 s were not enough, so it asked again"
+
+
+async def test_auto_pauses_what_turns_out_to_be_long_and_says_what_it_cost(fence, gate, engine, header):
+    await publish(fence, header, 1)
+    await gate.enter()
+    answers = iter([ABOUT_TO_END, ABOUT_TO_END | {"generated_tokens": [33], "token_limits": [10_000]}])
+
+    async def running():
+        return engine.now_running | next(answers)
+
+    engine.running = running
     answer = await publish(fence, header, 2, in_flight="auto", drain_seconds=30.0)
-    assert 0.1 <= asyncio.get_running_loop().time() - began < 5, "two steps of 0.05 s, not 30 s"
-    assert engine.calls[-3:] == [("running", None), ("pause", True), ("resume", "2")]
     assert answer["expected_loss_seconds"] == pytest.approx(0.0, abs=0.06)
     assert answer["loss_seconds"] == pytest.approx(12 * 0.01, abs=0.02)
     assert (fence.expected_loss_seconds, fence.loss_seconds) == (
