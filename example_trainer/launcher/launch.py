@@ -42,6 +42,7 @@ from example_trainer.launcher.progress import Endpoint, Feed, Snapshot, View, ma
 from example_trainer.launcher.restarts import RestartBudget, Restarts
 from example_trainer.launcher.run_dir import RunDir, plan_run_dir, reporting_flag, write_json, write_yaml
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig, RunSettings
+from example_trainer.launcher.run_report import report_line
 from example_trainer.launcher.summary import Summary, summarise, write_rollout_pages
 from example_trainer.launcher.supervisor import Supervisor
 from example_trainer.launcher.teacher import MODEL_FLAG, TEACHER, own_teacher
@@ -121,7 +122,7 @@ class Launch:
     notes: list[str] = field(default_factory=list)
     """Sentences to print at the end of the run."""
     pages: list[str] = field(default_factory=list)
-    """One line for each page of rollouts; filled once the run has ended."""
+    """One line for each page of rollouts and for the report; filled once the run has ended."""
     started_at: float = field(default_factory=lambda: psutil.Process().create_time())
 
     def go(self) -> Summary:
@@ -254,7 +255,7 @@ class Launch:
         write_json(self.run.timeline, timeline)
         summary = summarise(self.run.root, timeline=timeline, cost_per_hour=self.settings.trainer.cost_per_hour)
         summary.write(self.run.root)
-        self.pages = write_rollout_pages(self.run.root)
+        self.pages = [*write_rollout_pages(self.run.root), report_line(self.run.root)]
         return summary
 
     def _record(self, plan: Plan) -> None:

@@ -34,7 +34,8 @@ def test_a_run_trains_evaluates_sums_up_and_leaves_nothing(standins, traces) -> 
     assert (code, error) == (0, "")
     assert out.count("step ") >= 12
     assert "0.080 -> 0.970" in out
-    for name in ("config.json", "metrics.jsonl", "summary.json", "reward.png", "configs/trainer.yaml", "logs/latest"):
+    written = ("config.json", "metrics.jsonl", "summary.json", "reward.png", "report.html", "configs/trainer.yaml")
+    for name in (*written, "logs/latest"):
         assert (launched.run_dir / name).exists(), name
     assert (launched.run_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
     totals = json.loads((launched.run_dir / "summary.json").read_text())["totals"]
