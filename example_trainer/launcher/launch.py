@@ -47,7 +47,7 @@ from example_trainer.launcher.summary import Summary, summarise, write_rollout_p
 from example_trainer.launcher.supervisor import Supervisor
 from example_trainer.launcher.teacher import MODEL_FLAG, TEACHER, own_teacher
 from example_trainer.launcher.totals import processor_use
-from example_trainer.monitoring.trackers import MetricsTail
+from example_trainer.monitoring.trackers import EVENTS_FILE, MetricsTail
 from example_trainer.processes.child import ChildFailed, ChildSpec
 from example_trainer.processes.ports import LOOPBACK
 from example_trainer.processes.tree import adopt_orphans, is_alive, python_path
@@ -139,7 +139,7 @@ class Launch:
         self.run.create()
         adopt_orphans()
         with StopRequest.listening() as stop, Supervisor(self.run.logs) as supervisor:
-            view = make_view(self.settings.trainer.progress)
+            view = make_view(self.settings.trainer.view)
             snapshot = self._snapshot()
             try:
                 make = partial(self._make_if_local, supervisor=supervisor, snapshot=snapshot, view=view, stop=stop)
@@ -197,9 +197,10 @@ class Launch:
         snapshot.phase = "starting"
         # Opened before the children start, so that a resumed run shows the new steps only.
         tail = MetricsTail(self.run.metrics, from_end=True)
+        events = MetricsTail(self.run.root / EVENTS_FILE, from_end=True)
         for spec in plan.children:
             supervisor.start(spec)
-        feed = _make_feed(plan, snapshot, tail, broker_token(self.settings))
+        feed = _make_feed(plan, snapshot, tail, events, broker_token(self.settings))
         with contextlib.closing(feed):
             self._watch(plan, supervisor, feed, view, stop)
             write_data_use(self.run.root, feed.read_status())
@@ -324,13 +325,14 @@ def _milestones(plan: Plan) -> list[str]:
     return [name for name, present in wanted if present]
 
 
-def _make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, token: TokenSource) -> Feed:
+def _make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, events: MetricsTail, token: TokenSource) -> Feed:
     servers = {VLLM: [Endpoint(url) for url in plan.endpoints.vllm_urls]} if plan.servers else {}
     if plan.endpoints.teacher_port is not None:
         servers[TEACHER] = [Endpoint(f"http://{LOOPBACK}:{plan.endpoints.teacher_port}")]
     return Feed(
         snapshot,
         metrics=tail,
+        events=events,
         broker=Endpoint(plan.endpoints.broker_url, token=token),
         servers=servers,
     )

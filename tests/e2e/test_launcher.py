@@ -64,6 +64,21 @@ def test_kill_9_of_any_child_without_restarts_ends_everything_and_names_it_and_h
     assert traces(launched, tree) == []
 
 
+def test_as_json_a_run_prints_one_object_a_line_and_nothing_else(standins) -> None:
+    code, out, error = standins("--training-steps", "3", "--json").end()
+    assert (code, error) == (0, "")
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [one["step"] for one in found if one["event"] == "step"] == [1, 2, 3]
+    assert (found[-1]["event"], found[-1]["steps"]) == ("summary", 3)
+    assert Path(found[-1]["run_dir"], "report.html").exists()
+
+
+def test_a_quiet_run_prints_its_summary_alone(standins) -> None:
+    code, out, error = standins("--training-steps", "3", "--quiet").end()
+    assert (code, error) == (0, "")
+    assert out.startswith("Summary")
+
+
 def test_every_program_that_is_killed_is_started_again_and_the_run_ends_with_all_its_steps(standins, traces) -> None:
     launched = standins("--training-steps", "200")
     launched.wait_for_steps(20)
