@@ -48,7 +48,10 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             "environments.export:run_sft",
         ),
         "top": Verb("URL: watch a broker", "example_trainer.commands.top:run"),
-        "view": Verb("[FILE]: a local page of the groups that come in", "environments.export:run"),
+        "view": Verb(
+            "[RUN|FILE]: the live page of a run that has ended, from its directory; of a file, its newest groups",
+            "example_trainer.commands.view:run",
+        ),
     }
 )
 

@@ -142,15 +142,15 @@ def _curves(runs: Sequence[RunRecord]) -> str:
     panels = json.loads(page_files()["panels.json"].content)
     figures = []
     for panel in panels:
-        lines = [line for run in runs for line in _lines(run, panel, several=len(runs) > 1)]
+        lines = [line for run in runs for line in _lines(run, panel, first=runs[0], several=len(runs) > 1)]
         marks = [int(sign["step"]) for run in runs for sign in run.signs if sign["sign"] == panel.get("sign")]
         if lines:
             figures.append(draw_chart(panel, lines, marks))
     return f'<section class="charts" aria-label="Curves">\n{"".join(figures)}</section>\n'
 
 
-def _lines(run: RunRecord, panel: svg_chart.Panel, *, several: bool) -> Iterator[Line]:
-    """Yield the curves of a panel; a name with {id} stands for one of each environment."""
+def _lines(run: RunRecord, panel: svg_chart.Panel, *, first: RunRecord, several: bool) -> Iterator[Line]:
+    """Yield the curves of a panel, dashed for all runs but the first; {id} stands for each environment."""
     shown: list[tuple[str, str | None, str]] = []
     for name in panel["names"]:
         spread = panel.get("spread")
@@ -162,7 +162,7 @@ def _lines(run: RunRecord, panel: svg_chart.Panel, *, several: bool) -> Iterator
     alone = not several and len(shown) == 1
     for name, spread, label in shown:
         whole = f"{run.label}: {label}" if several else label
-        line = make_line(run.rows, name, label=whole, spread=spread if alone else None)
+        line = make_line(run.rows, name, label=whole, spread=spread if alone else None, dashed=run is not first)
         if line is not None:
             yield line
 

@@ -24,6 +24,7 @@ STYLE = """
 .chart svg text { font-size: 11px; fill: var(--ink-2); }
 .chart svg polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 .chart svg polygon { stroke: none; opacity: .16; }
+.chart svg .dashed { stroke-dasharray: 6 3; }
 .chart svg .grid { stroke: var(--rule); }
 .chart svg .healthy { fill: var(--healthy); }
 .chart svg .mark-of-sign { stroke: var(--blocked); stroke-dasharray: 4 4; }
@@ -42,11 +43,14 @@ class Line:
     steps: Sequence[int]
     values: Sequence[float]
     spread: Sequence[float] | None = None
+    dashed: bool = False
     last: float | None = None
     """The newest value, which the legend tells."""
 
 
-def make_line(rows: Sequence[Mapping[str, Any]], name: str, *, label: str, spread: str | None = None) -> Line | None:
+def make_line(
+    rows: Sequence[Mapping[str, Any]], name: str, *, label: str, spread: str | None = None, dashed: bool = False
+) -> Line | None:
     """Return a metric of a run's rows, reduced so that each spike stays; None if no step has it."""
     import numpy as np
 
@@ -64,6 +68,7 @@ def make_line(rows: Sequence[Mapping[str, Any]], name: str, *, label: str, sprea
         steps=steps[shown].tolist(),
         values=values[shown].tolist(),
         spread=edges if edges and any(edges) else None,
+        dashed=dashed,
         last=float(values[-1]),
     )
 
@@ -165,7 +170,8 @@ def _drawn(frame: _Frame, line: Line, colour: int) -> str:
         edge = [(frame.x(step), frame.y(value + wide)) for step, value, wide in around]
         edge += [(frame.x(step), frame.y(value - wide)) for step, value, wide in reversed(around)]
         parts.append(f'<polygon class="f{colour}" points="{_joined(edge)}"/>')
-    parts.append(f'<polyline class="s{colour}" points="{_joined(points)}"/>')
+    dashes = " dashed" if line.dashed else ""
+    parts.append(f'<polyline class="s{colour}{dashes}" points="{_joined(points)}"/>')
     if len(points) < POINTS_WITH_DOTS:
         parts += [f'<circle class="f{colour}" cx="{x}" cy="{y}" r="2"/>' for x, y in points]
     return "".join(parts)
