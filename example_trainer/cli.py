@@ -251,6 +251,7 @@ def run_trackers(config: TrainingConfig, *, writes: bool = True) -> RunTrackers:
         SummaryTracker,
         TensorBoardTracker,
         Tracker,
+        TrackioTracker,
         WandbTracker,
     )
 
@@ -274,6 +275,9 @@ def run_trackers(config: TrainingConfig, *, writes: bool = True) -> RunTrackers:
                 config=public_settings(config),
             )
         )
+    if config.use_trackio:
+        settings = public_settings(config)
+        openers.append(lambda: TrackioTracker(name=directory.name, group=config.name, config=settings))
     return RunTrackers(directory, openers, writes=writes)
 
 
