@@ -250,6 +250,7 @@ def run_trackers(config: TrainingConfig, *, writes: bool = True) -> RunTrackers:
         SummaryTracker,
         TensorBoardTracker,
         Tracker,
+        TrackioTracker,
         WandbTracker,
     )
 
@@ -273,6 +274,9 @@ def run_trackers(config: TrainingConfig, *, writes: bool = True) -> RunTrackers:
                 config=public_settings(config),
             )
         )
+    if config.use_trackio:
+        settings = public_settings(config)
+        openers.append(lambda: TrackioTracker(name=directory.name, group=config.name, config=settings))
     return RunTrackers(directory, openers, writes=writes)
 
 

@@ -10,8 +10,10 @@ program runs in its own process.
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -66,8 +68,9 @@ def carry_out(launch: Launch, argv: Sequence[str]) -> int:
     from example_trainer.launcher.summary import as_table
     from example_trainer.processes.child import ChildFailed
 
-    for remark in launch.settings.remarks:
-        sys.stdout.write(f"{remark}\n")
+    view = launch.settings.trainer.view
+    for remark in launch.settings.remarks if view != "quiet" else ():
+        sys.stdout.write(f"{json.dumps({'event': 'remark', 'text': remark}) if view == 'json' else remark}\n")
     sys.stdout.flush()
     try:
         summary = launch.go()
@@ -76,6 +79,10 @@ def carry_out(launch: Launch, argv: Sequence[str]) -> int:
         if launch.run.metrics.exists():
             sys.stderr.write(f"atropos-grpo-run: to go on from its last checkpoint: {resume_command(argv, launch)}\n")
         return error.exit_code
+    if view == "json":
+        ended = {"event": "summary", **asdict(summary), "run_dir": str(launch.run.root), "notes": launch.notes}
+        sys.stdout.write(f"{json.dumps(ended)}\n")
+        return 0
     Console(width=SUMMARY_WIDTH).print(as_table(summary))
     sys.stdout.write("\n".join([*launch.notes, *places_of(launch)]) + "\n")
     return 0

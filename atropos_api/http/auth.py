@@ -58,8 +58,10 @@ class RequestGuard:
     Legacy clients cannot send a token but can be given `http://host:port/t/<token>` as base URL.
     """
 
-    def __init__(self, config: BrokerConfig, token: AcceptedToken) -> None:
+    def __init__(self, config: BrokerConfig, token: AcceptedToken, only: re.Pattern[str] | None = None) -> None:
+        """`only` limits the calls to GETs of the paths that it matches whole."""
         self._token = token
+        self._only = only
         self._allowed_origins = frozenset(origin.lower() for origin in config.allowed_origins)
         names = {"localhost", config.host.lower(), socket.gethostname().lower(), *map(str.lower, config.allowed_hosts)}
         self._host_names = names
@@ -69,6 +71,10 @@ class RequestGuard:
         self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], token: bytes | None = None
     ) -> Response | None:
         """Return the answer that refuses the call, or None if it may be made. `path` comes without `/t/<token>`."""
+        if self._only is not None and not (method in {"GET", "HEAD"} and self._only.fullmatch(path)):
+            return problem_response(
+                405, "method-not-allowed", "this page shows a run that has ended, and takes no call"
+            )
         shown = {name: value for name, value in headers if name in WANTED_HEADERS}
         return self._check_token(path, shown, token) or self._check_site(method, path, shown)
 

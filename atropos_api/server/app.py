@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -59,14 +60,17 @@ class BrokerApp(FastAPI):
         return self.openapi_schema
 
 
-def create_app(config: BrokerConfig, broker: Broker, token: AcceptedToken | None = None) -> BrokerApp:
+def create_app(
+    config: BrokerConfig, broker: Broker, token: AcceptedToken | None = None, *, only: re.Pattern[str] | None = None
+) -> BrokerApp:
     """Create the broker's HTTP application; `app.context` holds what its handlers share.
 
-    `token` is the token that callers must show, if it can change; else it is that of the configuration.
+    `token` is the token that callers must show, if it can change; else it is that of the configuration. `only` limits
+    the calls to GETs of the paths that it matches.
     """
     app = BrokerApp(title="Atropos broker", version="1", redirect_slashes=False, openapi_url=None)
     app.context = make_context(config, broker)
-    guard = RequestGuard(config, token or AcceptedToken(config.token, file=config.token_file))
+    guard = RequestGuard(config, token or AcceptedToken(config.token, file=config.token_file), only)
     syncs = needs_sync(config.store, config.fsync)
     app.direct_calls = make_direct_calls(app.context, guard, syncs=syncs)
     app.add_middleware(HotRoutes)

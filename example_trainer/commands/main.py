@@ -37,7 +37,8 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             "FILE: train one saved batch again, from the checkpoint before it", "example_trainer.commands.replay:run"
         ),
         "report": Verb(
-            "RUN: print the summary of a run directory, redraw its picture and its pages of rollouts; "
+            "RUN...: print the summary of a run directory and write its picture, report.html and pages of rollouts; "
+            "of several, compare them in one table and one page; --html FILE names the page, "
             "--cost-per-hour PRICE adds the cost",
             "example_trainer.commands.report:run",
             prints_help=False,
@@ -47,7 +48,10 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             "environments.export:run_sft",
         ),
         "top": Verb("URL: watch a broker", "example_trainer.commands.top:run"),
-        "view": Verb("[FILE]: a local page of the groups that come in", "environments.export:run"),
+        "view": Verb(
+            "[RUN|FILE]: the live page of a run that has ended, from its directory; of a file, its newest groups",
+            "example_trainer.commands.view:run",
+        ),
     }
 )
 

@@ -1,4 +1,4 @@
-"""The verb `atropos report`: the summary of a run directory, its picture, and its pages of rollouts."""
+"""The verb `atropos report`: the summary of a run directory with its picture and pages, or several runs compared."""
 
 from __future__ import annotations
 
@@ -9,34 +9,82 @@ from pathlib import Path
 from rich.console import Console
 
 from atropos_api.common.cliconfig import ConfigError
-from example_trainer.launcher.summary import as_table, draw, read_timeline, summarise, write_rollout_pages
+from example_trainer.launcher.comparison import as_rows, as_table, differing_settings, label_runs, settings_of
+from example_trainer.launcher.run_report import REPORT_NAME, RunRecord, read_run, write_report
+from example_trainer.launcher.summary import as_table as summary_table
+from example_trainer.launcher.summary import draw, write_rollout_pages
 
-PRICE_FLAG = "--cost-per-hour"
+PRICE_FLAG, HTML_FLAG = "--cost-per-hour", "--html"
+COMPARISON_NAME = "comparison.html"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the summary of a run directory and redraw its picture and pages."""
+    """Print the summary of a run directory and write its pages anew; with several directories, compare them."""
     rest, cost_per_hour = take_price(arguments)
-    if len(rest) != 1:
-        raise ConfigError(f"atropos report takes one argument, RUN; got {len(rest)}")
-    run_dir = Path(rest[0])
-    summary = summarise(run_dir, timeline=read_timeline(run_dir), cost_per_hour=cost_per_hour)
-    Console().print(as_table(summary))
-    sys.stdout.writelines(f"{line}\n" for line in (f"picture: {draw(run_dir)}", *write_rollout_pages(run_dir)))
+    rest, page = take_page(rest)
+    flags = [word for word in rest if word.startswith("-")]
+    if not rest or flags:
+        raise ConfigError(f"atropos report takes directories of runs; got {flags[0] if flags else 'none'}")
+    roots = list(map(Path, rest))
+    if len(roots) == 1:
+        show(read_run(roots[0], cost_per_hour=cost_per_hour), page)
+    else:
+        labels = label_runs(roots)
+        found = [
+            read_run(root, label=label, cost_per_hour=cost_per_hour) for root, label in zip(roots, labels, strict=True)
+        ]
+        compare(found, page)
     return 0
+
+
+def show(record: RunRecord, page: Path | None) -> None:
+    """Print the summary of one run, redraw its picture, and write its report and pages of rollouts."""
+    Console().print(summary_table(record.summary))
+    pages = write_rollout_pages(record.root)
+    report = write_report([record], page or record.root / REPORT_NAME)
+    sys.stdout.writelines(f"{line}\n" for line in (f"picture: {draw(record.root)}", *pages, f"report: {report}"))
+
+
+def compare(records: Sequence[RunRecord], page: Path | None) -> None:
+    """Print the figures of several runs and the settings in which they differ, and draw their curves on one page."""
+    heads = [record.label for record in records]
+    console = Console()
+    console.print(as_table("Runs compared", heads, as_rows([record.summary for record in records])))
+    differing = differing_settings([settings_of(record.config, record.root) for record in records])
+    if differing:
+        console.print(as_table("Settings that differ", heads, differing))
+    for record in records:
+        if not record.config:
+            sys.stdout.write(f"{record.root} has no config.json, so its settings are not known\n")
+    sys.stdout.write(f"report: {write_report(records, page or records[0].root / COMPARISON_NAME)}\n")
 
 
 def take_price(arguments: Sequence[str]) -> tuple[list[str], float | None]:
     """Return the arguments without `--cost-per-hour PRICE` (or `=PRICE`), and the price if there is one."""
+    rest, value = _take(arguments, PRICE_FLAG)
+    if value is None:
+        return rest, None
+    try:
+        return rest, float(value)
+    except ValueError:
+        raise ConfigError(f"{PRICE_FLAG} {value} is not a price; give a number, {PRICE_FLAG} 2.5") from None
+
+
+def take_page(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
+    """Return the arguments without `--html FILE`, and the file if one is named."""
+    rest, value = _take(arguments, HTML_FLAG)
+    if value == "" or (value is not None and Path(value).is_dir()):
+        raise ConfigError(f"{HTML_FLAG} {value} is not a file to write; name one, {HTML_FLAG} report.html")
+    return rest, None if value is None else Path(value)
+
+
+def _take(arguments: Sequence[str], flag: str) -> tuple[list[str], str | None]:
+    """Return the arguments without a flag and its value, and the value: None without the flag, empty if it has none."""
     rest = list(arguments)
-    at = next((index for index, word in enumerate(rest) if word.partition("=")[0] == PRICE_FLAG), None)
+    at = next((index for index, word in enumerate(rest) if word.partition("=")[0] == flag), None)
     if at is None:
         return rest, None
     _, joined, value = rest[at].partition("=")
     end = at + 1 if joined else at + 2
-    given = [value] if joined else rest[at + 1 : end]
-    try:
-        (price,) = map(float, given)
-    except ValueError:
-        raise ConfigError(f"{PRICE_FLAG} {' '.join(given)} is not a price; give a number, {PRICE_FLAG} 2.5") from None
-    return rest[:at] + rest[end:], price
+    given = value if joined else next(iter(rest[at + 1 : end]), "")
+    return rest[:at] + rest[end:], given

@@ -16,7 +16,7 @@ from atropos_api.common import metric_names as names
 from atropos_api.common.files import write_whole
 
 DATA_NAME = "data.json"
-SHOWN_FIELDS = ("name", "items", "outcomes", "dropped_groups", "queued_sequences")
+SHOWN_FIELDS = ("environment_id", "name", "items", "outcomes", "dropped_groups", "queued_sequences")
 
 
 def write_data_use(run_dir: Path, status: Mapping[str, Any]) -> None:
@@ -41,14 +41,27 @@ def data_lines(data: Sequence[Mapping[str, Any]], trained: float | None) -> list
     for entry in data:
         items, outcomes = entry.get("items"), entry.get("outcomes") or {}
         if items:
-            dropped = {**items["dropped"], **{reason: n for reason, n in outcomes.items() if reason != "trained"}}
-            parts = [f"{items['drawn']:,} drawn", f"{outcomes.get('trained', 0):,} groups trained", *_reasons(dropped)]
+            drops = _reasons(_dropped(entry))
+            parts = [f"{items['drawn']:,} drawn", f"{outcomes.get('trained', 0):,} groups trained", *drops]
             parts += [f"{items['in_progress']:,} in progress"] if items["in_progress"] else []
             lines.append((f"items of {entry['name']}", ", ".join(parts)))
     sampled = _mean_length([entry["items"] for entry in data if entry.get("items")])
     if sampled is not None and trained is not None:
         lines.append(("mean answer length, sampled and trained", f"{sampled:.1f}, {trained:.1f}"))
     return lines
+
+
+def data_table(data: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows of a table of the counts, a row for each environment."""
+    heads = ["environment", "items drawn", "groups trained", "dropped", "in progress", "sequences in the queue"]
+    rows = []
+    for entry in data:
+        items, outcomes = entry.get("items") or {}, entry.get("outcomes") or {}
+        dropped = ", ".join(_reasons({**(entry.get("dropped_groups") or {}), **_dropped(entry)}))
+        counts = [items.get("drawn"), outcomes.get("trained", 0), dropped or "none"]
+        counts += [items.get("in_progress"), entry.get("queued_sequences")]
+        rows.append([str(entry.get("name")), *(_count(value) for value in counts)])
+    return heads, rows
 
 
 def trained_length(rows: Sequence[Mapping[str, Any]]) -> float | None:
@@ -62,6 +75,19 @@ def trained_length(rows: Sequence[Mapping[str, Any]]) -> float | None:
 def _mean_length(items: Sequence[Mapping[str, Any]]) -> float | None:
     sequences = sum(entry["sampled_sequences"] for entry in items)
     return sum(entry["sampled_tokens"] for entry in items) / sequences if sequences else None
+
+
+def _dropped(entry: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of dropped items and groups by reason."""
+    outcomes = (entry.get("outcomes") or {}).items()
+    return {
+        **(entry.get("items") or {}).get("dropped", {}),
+        **{reason: n for reason, n in outcomes if reason != "trained"},
+    }
+
+
+def _count(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else "–" if value is None else str(value)
 
 
 def _reasons(dropped: Mapping[str, int]) -> list[str]:

@@ -42,11 +42,12 @@ from example_trainer.launcher.progress import Endpoint, Feed, Snapshot, View, ma
 from example_trainer.launcher.restarts import RestartBudget, Restarts
 from example_trainer.launcher.run_dir import RunDir, plan_run_dir, reporting_flag, write_json, write_yaml
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig, RunSettings
+from example_trainer.launcher.run_report import report_line
 from example_trainer.launcher.summary import Summary, summarise, write_rollout_pages
 from example_trainer.launcher.supervisor import Supervisor
 from example_trainer.launcher.teacher import MODEL_FLAG, TEACHER, own_teacher
 from example_trainer.launcher.totals import processor_use
-from example_trainer.monitoring.trackers import MetricsTail
+from example_trainer.monitoring.trackers import EVENTS_FILE, MetricsTail
 from example_trainer.processes.child import ChildFailed, ChildSpec
 from example_trainer.processes.ports import LOOPBACK
 from example_trainer.processes.tree import adopt_orphans, is_alive, python_path
@@ -121,7 +122,7 @@ class Launch:
     notes: list[str] = field(default_factory=list)
     """Sentences to print at the end of the run."""
     pages: list[str] = field(default_factory=list)
-    """One line for each page of rollouts; filled once the run has ended."""
+    """One line for each page of rollouts and for the report; filled once the run has ended."""
     started_at: float = field(default_factory=lambda: psutil.Process().create_time())
 
     def go(self) -> Summary:
@@ -138,7 +139,7 @@ class Launch:
         self.run.create()
         adopt_orphans()
         with StopRequest.listening() as stop, Supervisor(self.run.logs) as supervisor:
-            view = make_view(self.settings.trainer.progress)
+            view = make_view(self.settings.trainer.view)
             snapshot = self._snapshot()
             try:
                 make = partial(self._make_if_local, supervisor=supervisor, snapshot=snapshot, view=view, stop=stop)
@@ -196,9 +197,10 @@ class Launch:
         snapshot.phase = "starting"
         # Opened before the children start, so that a resumed run shows the new steps only.
         tail = MetricsTail(self.run.metrics, from_end=True)
+        events = MetricsTail(self.run.root / EVENTS_FILE, from_end=True)
         for spec in plan.children:
             supervisor.start(spec)
-        feed = _make_feed(plan, snapshot, tail, broker_token(self.settings))
+        feed = _make_feed(plan, snapshot, tail, events, broker_token(self.settings))
         with contextlib.closing(feed):
             self._watch(plan, supervisor, feed, view, stop)
             write_data_use(self.run.root, feed.read_status())
@@ -254,7 +256,7 @@ class Launch:
         write_json(self.run.timeline, timeline)
         summary = summarise(self.run.root, timeline=timeline, cost_per_hour=self.settings.trainer.cost_per_hour)
         summary.write(self.run.root)
-        self.pages = write_rollout_pages(self.run.root)
+        self.pages = [*write_rollout_pages(self.run.root), report_line(self.run.root)]
         return summary
 
     def _record(self, plan: Plan) -> None:
@@ -323,13 +325,14 @@ def _milestones(plan: Plan) -> list[str]:
     return [name for name, present in wanted if present]
 
 
-def _make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, token: TokenSource) -> Feed:
+def _make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, events: MetricsTail, token: TokenSource) -> Feed:
     servers = {VLLM: [Endpoint(url) for url in plan.endpoints.vllm_urls]} if plan.servers else {}
     if plan.endpoints.teacher_port is not None:
         servers[TEACHER] = [Endpoint(f"http://{LOOPBACK}:{plan.endpoints.teacher_port}")]
     return Feed(
         snapshot,
         metrics=tail,
+        events=events,
         broker=Endpoint(plan.endpoints.broker_url, token=token),
         servers=servers,
     )

@@ -3,12 +3,13 @@
 A snapshot holds the milestones, the steps trained so far, and the broker's status. Everything is read from outside:
 health endpoints, the broker's `/v1/status`, and the lines that the trainer appends to `metrics.jsonl`. One poll costs
 well under a millisecond, so that watching a run does not slow it down. The view is a live panel on a terminal;
-elsewhere it is one plain line for each milestone and each step.
+elsewhere it is one plain line for each milestone, step and sign of trouble, or a JSON object with `--json`.
 """
 
 from __future__ import annotations
 
 import http.client
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -86,6 +87,8 @@ class Snapshot:
     page_url: str = ""
     """Address of the broker's live page; empty before the programs are planned."""
     rows: list[dict[str, Any]] = field(default_factory=list)
+    signs: list[dict[str, Any]] = field(default_factory=list)
+    """Signs of trouble as the trainer wrote them, in the order of their appearance."""
     status: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -128,11 +131,13 @@ class Feed:
         *,
         metrics: MetricsTail,
         broker: Endpoint,
+        events: MetricsTail | None = None,
         servers: Mapping[str, Sequence[Endpoint]] | None = None,
     ) -> None:
-        """`servers` has the inference servers by the milestone that is reached once all of them answer."""
+        """`events` reads signs; `servers` has the servers by the milestone that is reached once all of them answer."""
         self.snapshot = snapshot
         self._metrics = metrics
+        self._events = events
         self._broker = broker
         self._servers = servers or {}
         self._starting = {milestone: list(group) for milestone, group in self._servers.items()}
@@ -142,6 +147,8 @@ class Feed:
         """Query everything that is due; return the rows of the steps trained since the last call."""
         rows = self._metrics.read()
         self.snapshot.add(rows)
+        if self._events is not None:
+            self.snapshot.signs += [row for row in self._events.read() if {"sign", "step"} <= row.keys()]
         now = time.monotonic()
         ready = None not in self.snapshot.milestones.values()
         if now - self._asked_at >= (STATUS_INTERVAL_SECONDS if ready else READINESS_INTERVAL_SECONDS):
@@ -179,6 +186,7 @@ REFRESH_INTERVAL_SECONDS = 0.5
 DROPS_INTERVAL_SECONDS = 30.0
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 60
+SHOWN_SIGNS = 3
 
 
 class View(Protocol):
@@ -191,19 +199,69 @@ class View(Protocol):
 
 
 def make_view(choice: str, out: IO[str] = sys.stdout) -> View:
-    """Make the view for `live`, `plain` or `auto`, which is live if `out` is a terminal."""
+    """Make the view for `live`, `plain`, `json`, `quiet`, or `auto`: live if `out` is a terminal, and else plain."""
+    if choice in {"json", "quiet"}:
+        return JsonView(out) if choice == "json" else QuietView()
     live = choice == "live" or (choice == "auto" and out.isatty())
     return LiveView(Console(file=out)) if live else PlainView(out)
 
 
+class QuietView:
+    """Shows nothing."""
+
+    def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonView:
+    """Writes one JSON object a line; `event` tells its kind: milestone, page, phase, step, health or dropped.
+
+    Steps and signs of trouble are the lines of `metrics.jsonl` and `events.jsonl`.
+    """
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
+        self._reached: set[str] = set()
+        self._signs = 0
+        self._last: dict[str, Any] = {"page": "", "phase": "", "dropped": []}
+
+    def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
+        for name, reached_at in snapshot.milestones.items():
+            if reached_at is not None and name not in self._reached:
+                self._reached.add(name)
+                self._line("milestone", name=name, timestamp=reached_at)
+        self._if_new("page", snapshot.page_url)
+        for row in rows:
+            self._line("step", **row)
+        for sign in snapshot.signs[self._signs :]:
+            self._line(**{"event": "health", **sign})
+        self._signs = len(snapshot.signs)
+        self._if_new("phase", snapshot.phase)
+        self._if_new("dropped", snapshot.drops)
+
+    def close(self) -> None:
+        self._out.flush()
+
+    def _if_new(self, event: str, value: Any) -> None:
+        if value != self._last[event]:
+            self._last[event] = value
+            self._line(event, **{event: value}, timestamp=time.time())
+
+    def _line(self, event: str, **content: Any) -> None:
+        self._out.write(json.dumps({"event": event, **content}) + "\n")
+        self._out.flush()
+
+
 class PlainView:
-    """Writes lines for a log file: each milestone once, each step once."""
+    """Writes lines for a log file: each milestone, step and sign of trouble once."""
 
     def __init__(self, out: IO[str]) -> None:
         self._out = out
         self._shown: set[str] = set()
         self._page_url = ""
         self._phase = ""
+        self._signs = 0
         self._drops: list[str] = []
         self._drops_shown_at = float("-inf")
 
@@ -218,6 +276,9 @@ class PlainView:
         for row in rows:
             at = float(row.get("timestamp", time.time())) - snapshot.started_at
             self._line(at, step_line(row, snapshot))
+        for sign in snapshot.signs[self._signs :]:
+            self._line(snapshot.elapsed_seconds, sign_line(sign))
+        self._signs = len(snapshot.signs)
         if snapshot.phase != self._phase:
             self._phase = snapshot.phase
             self._line(snapshot.elapsed_seconds, snapshot.phase)
@@ -270,7 +331,8 @@ def render(snapshot: Snapshot) -> RenderableType:
         return Group(head, _milestones(snapshot), *drops)
     found = explain_wait(snapshot.status)
     waits = [Text(found, style="yellow")] if found else []
-    return Group(head, _milestones(snapshot), *_steps(snapshot), *waits, *drops)
+    signs = [Text(sign_line(sign), style="yellow") for sign in snapshot.signs[-SHOWN_SIGNS:]]
+    return Group(head, _milestones(snapshot), *_steps(snapshot), *waits, *drops, *signs)
 
 
 def step_line(row: dict[str, Any], snapshot: Snapshot) -> str:
@@ -278,6 +340,11 @@ def step_line(row: dict[str, Any], snapshot: Snapshot) -> str:
     parts = [f"step {row.get(names.STEP, '?')}/{snapshot.total_steps}"]
     parts += [f"{label} {value}" for label, value in figures(row, snapshot)]
     return "  ".join(parts)
+
+
+def sign_line(sign: Mapping[str, Any]) -> str:
+    """Return a sign of trouble as one line, with its advice."""
+    return f"sign of trouble at step {sign['step']}: {sign.get('message', sign['sign'])}; {sign.get('advice', '')}"
 
 
 def figures(row: dict[str, Any], snapshot: Snapshot) -> list[tuple[str, str]]:

@@ -1,8 +1,8 @@
 """The directory of one run: it defines the paths of all files, and keeps the record of what was run.
 
 `<run>/config.json` (resolved, with versions and git revision), `configs/` (one file per program), `logs/attempt_N/`
-with `logs/latest`, `metrics.jsonl`, `evals/step-N/`, `rollouts/`, `reward.png`, checkpoints. A second attempt in the
-same directory never overwrites the logs of the first.
+with `logs/latest`, `metrics.jsonl`, `evals/step-N/`, `rollouts/`, `reward.png`, `report.html`, checkpoints. A second
+attempt in the same directory never overwrites the logs of the first.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from atropos_api.common.cliconfig import (
     RUN_FILE_SECTIONS,
@@ -28,6 +28,7 @@ from atropos_api.common.cliconfig import (
     nearest,
     read_config_file,
 )
+from atropos_api.common.option_flags import aliases
 from atropos_api.common.secrets import redact, redact_arguments
 from example_trainer.config import TrainingConfig
 from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, read_environments
@@ -68,6 +69,12 @@ class RunConfig(TrainingConfig):
     progress: Literal["auto", "live", "plain"] = Field(
         "auto", description="live: one view that is redrawn; plain: one line per step; auto: live on a terminal."
     )
+    quiet: bool = Field(False, description="Print only the summary at the end, and errors.")
+    json_lines: bool = Field(
+        False,
+        description="Print one JSON object a line instead: each milestone, step, sign of trouble, and the summary.",
+        json_schema_extra=aliases("json"),
+    )
     max_restarts: int = Field(
         5, ge=0, description="Times that each program is restarted within --restart-window before the run ends."
     )
@@ -75,6 +82,20 @@ class RunConfig(TrainingConfig):
     cost_per_hour: float | None = Field(
         None, ge=0.0, description="Price of all machines per hour, in any currency: the summary then tells the cost."
     )
+
+    @model_validator(mode="after")
+    def _show_one_way(self) -> Self:
+        chosen = [name for name in ("quiet", "json_lines") if getattr(self, name)]
+        chosen += ["progress"] if self.progress != "auto" else []
+        if len(chosen) > 1:
+            flags = " and ".join({"json_lines": "--json"}.get(name, f"--{name}") for name in chosen)
+            raise ValueError(f"{flags} are different ways to show the progress; set only one of them")
+        return self
+
+    @property
+    def view(self) -> Literal["auto", "live", "plain", "json", "quiet"]:
+        """The name of the view that shows the progress."""
+        return "quiet" if self.quiet else "json" if self.json_lines else self.progress
 
     @property
     def remote_servers(self) -> tuple[str, ...]:

@@ -51,6 +51,11 @@ class Summary:
     tokens_per_second: float | None = None
     step_seconds: float | None = None
     alignment_max: float | None = None
+    staleness_mean: float | None = None
+    """Mean over all steps, in steps."""
+    staleness_max: float | None = None
+    reward_best: float | None = None
+    """The highest mean over five steps."""
     first_step_after_seconds: float | None = None
     good_reward_step: int | None = None
     good_reward_after_seconds: float | None = None
@@ -91,6 +96,9 @@ def summarise(
         tokens_per_second=overall_rate(rows),
         step_seconds=_median(_series(rows, names.TIME_STEP)),
         alignment_max=max(_series(rows, names.ALIGNMENT_DIFF_MAX), default=None),
+        staleness_mean=_mean(_series(rows, names.STALENESS_MEAN)),
+        staleness_max=max(_series(rows, names.STALENESS_MAX), default=None),
+        reward_best=max(rolling_mean(rewards)[WINDOW_STEPS - 1 :], default=None),
         first_step_after_seconds=_since(started_at, launched[0] if timeline and launched else None),
         good_reward_step=int(good[names.STEP]) if good else None,
         good_reward_after_seconds=_since(started_at, good if timeline and good in launched else None),
@@ -168,22 +176,25 @@ def as_table(summary: Summary) -> Table:
     table = Table(title="Summary", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    for label, value in _lines(summary):
+    for label, value in summary_lines(summary):
         if value:
             table.add_row(label, value)
     return table
 
 
-def _lines(summary: Summary) -> list[tuple[str, str]]:
+def summary_lines(summary: Summary) -> list[tuple[str, str]]:
+    """Return label and text of each figure; the text of one that is not known is empty."""
     split = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.split_seconds.items())
     return [
         ("greedy accuracy, held-out problems", _change(summary.accuracy_base, summary.accuracy_trained, "{:.3f}")),
         (f"reward, first and last {WINDOW_STEPS} steps", _change(summary.reward_first, summary.reward_last, "{:.3f}")),
+        (f"best reward over {WINDOW_STEPS} steps", _text(summary.reward_best, "{:.3f}")),
         ("mean answer length, tokens", _change(summary.length_first, summary.length_last, "{:.1f}")),
         ("steps", str(summary.steps)),
         ("generated tokens per second", _text(summary.tokens_per_second, "{:,.0f}")),
         ("seconds per step, median", _text(summary.step_seconds, "{:.2f}")),
         ("largest logprob difference, trainer and vLLM", _text(summary.alignment_max, "{:.1e}")),
+        ("staleness of trained tokens, mean and largest", _pair(summary.staleness_mean, summary.staleness_max)),
         ("first step trained after", _text(summary.first_step_after_seconds, "{:.1f} s")),
         (
             f"reward {GOOD_REWARD} after",
@@ -192,13 +203,17 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
         *total_lines(summary.totals),
         *data_lines(summary.data, summary.trained_length),
         ("signs of trouble", ", ".join(summary.signs)),
-        ("time, in all " + _text(sum(summary.split_seconds.values()), "{:.1f} s"), split),
+        ("time of the last launch", f"{sum(summary.split_seconds.values()):.1f} s: {split}" if split else ""),
     ]
 
 
 def _change(first: float | None, last: float | None, form: str) -> str:
     known = [form.format(value) for value in (first, last) if value is not None]
     return " -> ".join(known)
+
+
+def _pair(mean: float | None, largest: float | None) -> str:
+    return ", ".join(f"{value:.2f}" for value in (mean, largest) if value is not None)
 
 
 def _text(value: float | None, form: str) -> str:

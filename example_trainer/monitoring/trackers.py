@@ -1,5 +1,5 @@
-"""Trackers, which store a step's metrics: always as one JSON line in `metrics.jsonl`, on request in W&B and
-TensorBoard.
+"""Trackers, which store a step's metrics: always as one JSON line in `metrics.jsonl`, on request in W&B,
+Trackio and TensorBoard.
 
 Health events (see `monitoring.health`) go to `events.jsonl` in the same folder, so that every line of `metrics.jsonl`
 is a step.
@@ -126,6 +126,40 @@ class WandbTracker:
 
     def close(self) -> None:
         self.run.finish()
+
+
+class TrackioTracker:
+    """Logs to Trackio (`--use-trackio`); trackio itself reads `TRACKIO_SPACE_ID` and `TRACKIO_DIR`.
+
+    The project is that of `TRACKIO_PROJECT`. The run is found again by its name, which a resumed run keeps.
+    """
+
+    def __init__(self, *, name: str, group: str, config: Mapping[str, Any]) -> None:
+        try:
+            import trackio
+        except ImportError as error:
+            raise TrainerError("--use-trackio needs trackio: pip install trackio, or leave the flag out") from error
+        project = os.environ.get("TRACKIO_PROJECT") or wandb_run.DEFAULT_PROJECT
+        settings = json.loads(json.dumps(config, default=str))
+        try:
+            self._run = trackio.init(project=project, name=name, group=group, config=settings, resume="allow")
+        except Exception as error:  # of a Space that cannot be reached, a login that is missing, a folder, a database
+            cause = " ".join(str(error).split()).rstrip(".")
+            raise TrainerError(
+                f"--use-trackio: trackio did not start a run ({cause}); unset TRACKIO_SPACE_ID to log on this machine, "
+                "or omit it"
+            ) from error
+        self._alert: Callable[..., Any] | None = getattr(trackio, "alert", None)  # older ones have none
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def event(self, event: HealthEvent) -> None:
+        if self._alert is not None:
+            self._alert(title=event.sign, text=f"step {event.step}: {event.message}; {event.advice}")
+
+    def close(self) -> None:
+        self._run.finish()
 
 
 class TensorBoardTracker:

@@ -111,6 +111,9 @@ class TrackingOptions(BaseModel):
     wandb_project: str | None = Field(None, description="W&B project.")
     wandb_group: str | None = Field(None, description="W&B group; unset: derived from --name.")
     wandb_run_name: str | None = Field(None, description="W&B run name; unset: --name.")
+    use_trackio: bool = Field(
+        False, description="Log to Trackio, on this machine or to the Space of $TRACKIO_SPACE_ID; needs trackio."
+    )
     tensorboard: bool = Field(False, description="Write TensorBoard event files into the run directory.")
     stop_on: list[str] | None = Field(
         None,

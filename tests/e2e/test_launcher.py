@@ -34,7 +34,8 @@ def test_a_run_trains_evaluates_sums_up_and_leaves_nothing(standins, traces) -> 
     assert (code, error) == (0, "")
     assert out.count("step ") >= 12
     assert "0.080 -> 0.970" in out
-    for name in ("config.json", "metrics.jsonl", "summary.json", "reward.png", "configs/trainer.yaml", "logs/latest"):
+    written = ("config.json", "metrics.jsonl", "summary.json", "reward.png", "report.html", "configs/trainer.yaml")
+    for name in (*written, "logs/latest"):
         assert (launched.run_dir / name).exists(), name
     assert (launched.run_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
     totals = json.loads((launched.run_dir / "summary.json").read_text())["totals"]
@@ -61,6 +62,21 @@ def test_kill_9_of_any_child_without_restarts_ends_everything_and_names_it_and_h
     assert "--max-restarts is 0" in error
     assert f"--run-dir {launched.run_dir} --resume auto" in error
     assert traces(launched, tree) == []
+
+
+def test_as_json_a_run_prints_one_object_a_line_and_nothing_else(standins) -> None:
+    code, out, error = standins("--training-steps", "3", "--json").end()
+    assert (code, error) == (0, "")
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [one["step"] for one in found if one["event"] == "step"] == [1, 2, 3]
+    assert (found[-1]["event"], found[-1]["steps"]) == ("summary", 3)
+    assert Path(found[-1]["run_dir"], "report.html").exists()
+
+
+def test_a_quiet_run_prints_its_summary_alone(standins) -> None:
+    code, out, error = standins("--training-steps", "3", "--quiet").end()
+    assert (code, error) == (0, "")
+    assert out.startswith("Summary")
 
 
 def test_every_program_that_is_killed_is_started_again_and_the_run_ends_with_all_its_steps(standins, traces) -> None:

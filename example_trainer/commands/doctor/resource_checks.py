@@ -250,7 +250,7 @@ def _needed_packages(requested: RequestedRun, server: str) -> Iterator[tuple[str
         yield "bitsandbytes", "optimizer adamw_8bit"
     elif config.load_in_4bit:
         yield "bitsandbytes", "load_in_4bit"
-    for setting, name in (("use_wandb", "wandb"), ("tensorboard", "tensorboard")):
+    for setting, name in (("use_wandb", "wandb"), ("use_trackio", "trackio"), ("tensorboard", "tensorboard")):
         if getattr(config, setting):
             yield name, setting
     if str(requested.settings.section("api").get("store", "")).startswith("redis"):

@@ -29,7 +29,7 @@ def test_an_unknown_verb_is_told_with_the_nearest(capsys: pytest.CaptureFixture[
 
 
 def test_a_verb_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="takes one argument, RUN; got 0"):
+    with pytest.raises(ConfigError, match="takes directories of runs; got none"):
         main.run(["report"])
     main.run(["report", "--help"])
     assert "usage: atropos report RUN" in capsys.readouterr().out

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from atropos_api.common.cliconfig import ConfigError
 from example_trainer.launcher.launch import silent_environments
 from example_trainer.launcher.progress import Endpoint, Feed, PlainView, Snapshot, make_view, render, sparkline
+from example_trainer.launcher.run_file import read_settings
 from example_trainer.monitoring.trackers import MetricsTail
 
 
@@ -99,6 +101,67 @@ def test_without_a_terminal_each_step_is_one_line(tmp_path: Path) -> None:
     lines = [line for line in out.getvalue().splitlines() if "step " in line]
     assert len(lines) == 2
     assert "step 2/4  reward 0.500  step 0.25 s  queue 64" in lines[1]
+
+
+SIGN = {"event": "health", "sign": "kl", "step": 2, "value": 3.0, "message": "diverging KL", "advice": "lower --lr"}
+
+
+def test_a_sign_of_trouble_is_shown_once_with_its_advice_by_lines_and_panel(tmp_path: Path) -> None:
+    state, out = snapshot(tmp_path), io.StringIO()
+    (tmp_path / "events.jsonl").write_text(json.dumps(SIGN) + "\n{}\n")
+    write_rows(tmp_path / "metrics.jsonl", 1, 2)
+    rows, events = MetricsTail(tmp_path / "metrics.jsonl"), MetricsTail(tmp_path / "events.jsonl")
+    feed = Feed(state, metrics=rows, events=events, broker=Endpoint("http://127.0.0.1:9"))
+    view = PlainView(out)
+    for _ in range(2):
+        view.update(state, feed.poll())
+    said = "sign of trouble at step 2: diverging KL; lower --lr"
+    assert out.getvalue().count(said) == 1
+    console = Console(width=120, file=io.StringIO(), force_terminal=False)
+    with console.capture() as capture:
+        console.print(render(state))
+    assert said in capture.get()
+
+
+def test_as_json_each_milestone_step_sign_and_phase_is_one_object_on_a_line(tmp_path: Path) -> None:
+    state, out = snapshot(tmp_path), io.StringIO()
+    view = make_view("json", out)
+    state.milestones = {"broker": 5.0, "vllm": None}
+    state.page_url, state.phase, state.signs = "http://127.0.0.1:8000/", "training", [SIGN]
+    write_rows(tmp_path / "metrics.jsonl", 1, 2)
+    state.rows = MetricsTail(tmp_path / "metrics.jsonl").read()
+    view.update(state, state.rows)
+    view.update(state, ())
+    state.rows, state.status = [], DROPPING
+    view.update(state, ())
+    view.close()
+    found = [json.loads(line) for line in out.getvalue().splitlines()]
+    kinds = [one["event"] for one in found]
+    assert kinds == ["milestone", "page", "step", "step", "health", "phase", "dropped"]
+    assert found[0] == {"event": "milestone", "name": "broker", "timestamp": 5.0}
+    assert [one["reward/mean"] for one in found if one["event"] == "step"] == [0.25, 0.5]
+    assert found[4] == SIGN
+    assert "every score is 0" in found[6]["dropped"][0]
+
+
+def test_a_quiet_view_shows_nothing(tmp_path: Path) -> None:
+    state, out = snapshot(tmp_path), io.StringIO()
+    state.phase = "training"
+    view = make_view("quiet", out)
+    view.update(state, [{"step": 1}])
+    view.close()
+    assert out.getvalue() == ""
+
+
+def test_progress_is_shown_in_one_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ways = {"auto": [], "quiet": ["--quiet"], "json": ["--json"], "plain": ["--progress", "plain"]}
+    for view, flags in ways.items():
+        assert read_settings(["--config", "demo", *flags]).trainer.view == view
+    with pytest.raises(ConfigError, match="--quiet and --json are different ways to show the progress"):
+        read_settings(["--config", "demo", "--quiet", "--json"])
+    with pytest.raises(ConfigError, match="--json and --progress are different"):
+        read_settings(["--config", "demo", "--json", "--progress", "live"])
 
 
 def test_the_panel_shows_steps_reward_and_phase(tmp_path: Path) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import wandb
 
+from example_trainer.cli import run_trackers
+from example_trainer.config import TrainingConfig
 from example_trainer.errors import TrainerError
 from example_trainer.monitoring.health import HealthEvent
 from example_trainer.monitoring.trackers import (
@@ -18,6 +23,7 @@ from example_trainer.monitoring.trackers import (
     SummaryTracker,
     TensorBoardTracker,
     TrackerSet,
+    TrackioTracker,
     WandbTracker,
     read_metrics,
 )
@@ -171,3 +177,58 @@ def test_tensorboard_that_is_asked_for_and_missing_is_one_line(monkeypatch: pyte
         monkeypatch.setitem(__import__("sys").modules, module, None)
     with pytest.raises(TrainerError, match="pip install tensorboard"):
         TensorBoardTracker(tmp_path)
+
+
+class RecordedTrackio(ModuleType):
+    """Trackio's calls that we make, with their arguments; a stand-in because the package is not locked."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def init(self, **given: Any) -> RecordedTrackio:
+        self.calls.append(("init", given))
+        return self
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.calls.append(("log", {**metrics, "step": step}))
+
+    def alert(self, *, title: str, text: str) -> None:
+        self.calls.append(("alert", {"title": title, "text": text}))
+
+    def finish(self) -> None:
+        self.calls.append(("finish", {}))
+
+
+def test_with_use_trackio_steps_settings_and_signs_go_to_a_run_that_a_resume_continues(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trackio = RecordedTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monkeypatch.setenv("TRACKIO_PROJECT", "mine")
+    config = TrainingConfig(model_name="m", use_trackio=True, name="tried", run_dir=tmp_path / "tried-1")
+    opened = run_trackers(config)
+    opened.open()
+    trackers = opened.at(None)
+    trackers.log(1, {"reward/mean": 0.25})
+    trackers.event(SIGN)
+    trackers.close()
+    kinds = [kind for kind, _ in trackio.calls]
+    assert kinds == ["init", "log", "alert", "finish"]
+    begun = trackio.calls[0][1]
+    assert (begun["project"], begun["name"], begun["group"]) == ("mine", "tried-1", "tried")
+    assert begun["resume"] == "allow"
+    assert begun["config"]["run_dir"] == str(tmp_path / "tried-1")
+    assert trackio.calls[1][1] == {"reward/mean": 0.25, "step": 1}
+    assert SIGN.advice in trackio.calls[2][1]["text"]
+
+
+def test_trackio_that_is_missing_or_does_not_begin_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(TrainerError, match="--use-trackio needs trackio: pip install trackio"):
+        TrackioTracker(name="a", group="b", config={})
+    failing = RecordedTrackio()
+    monkeypatch.setattr(failing, "init", lambda **_: (_ for _ in ()).throw(RuntimeError("no\nlogin")))
+    monkeypatch.setitem(sys.modules, "trackio", failing)
+    with pytest.raises(TrainerError, match=r"did not start a run \(no login\)"):
+        TrackioTracker(name="a", group="b", config={})

@@ -47,6 +47,8 @@ ELSEWHERE: dict[str, str] = {
     "::test_r12_two_ranks_train_as_one_process_by_rows_or_by_layers_and_one_goes_on_from_their_checkpoint",
     "trainer_tensor_parallel_size": "tests/integration/trainer/test_ranks.py"
     "::test_r12_two_ranks_train_as_one_process_by_rows_or_by_layers_and_one_goes_on_from_their_checkpoint",
+    "use_trackio": "tests/unit/monitoring/test_trackers.py"
+    "::test_with_use_trackio_steps_settings_and_signs_go_to_a_run_that_a_resume_continues",
     "vllm_config_path": "tests/unit/weights/test_flags_of_bridges.py"
     "::test_the_manifest_that_is_named_is_read_and_no_other",
     "vllm_gpu": "tests/unit/trainer/test_flag_effects.py::test_the_server_sees_the_gpu_that_it_is_given",
