@@ -217,6 +217,7 @@ class Launch:
         restarts = Restarts(supervisor, budget)
         while waiting:
             stop.raise_if_requested()
+            rows = feed.poll()  # before failures are judged: what a program has written shows that it was ready
             for failure in restarts.note_failures(_never_ready(plan, snapshot)):
                 self.notes.append(failure)
                 snapshot.phase = failure
@@ -228,7 +229,7 @@ class Launch:
                 supervisor.start(_with_version(plan.final_server, snapshot))
             waiting = still
             snapshot.phase = _phase(snapshot, waiting)
-            view.update(snapshot, feed.poll())
+            view.update(snapshot, [*rows, *feed.poll()])
             _note_engine_start(snapshot, supervisor)
             if trainer_alone.seconds(waiting == {TRAINER} and bool(plan.environments)) > TRAINER_LAG_SECONDS:
                 raise ChildFailed("the environments have ended, but the trainer still waits for batches", exit_code=1)

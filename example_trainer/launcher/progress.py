@@ -147,6 +147,8 @@ class Feed:
         """Query everything that is due; return the rows of the steps trained since the last call."""
         rows = self._metrics.read()
         self.snapshot.add(rows)
+        if rows:
+            self.snapshot.reach("trainer")
         if self._events is not None:
             self.snapshot.signs += [row for row in self._events.read() if {"sign", "step"} <= row.keys()]
         now = time.monotonic()

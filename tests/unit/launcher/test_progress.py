@@ -88,6 +88,17 @@ def test_milestones_are_reached_as_servers_answer(tmp_path: Path, broker_url: st
     feed.close()
 
 
+def test_a_trained_step_shows_that_the_trainer_was_ready_though_no_broker_says_so(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    state = Snapshot(name="r", run_dir=tmp_path, total_steps=3, started_at=0.0, milestones={"trainer": None})
+    feed = Feed(state, metrics=MetricsTail(metrics), broker=Endpoint("http://127.0.0.1:9"))
+    feed.poll()
+    assert state.milestones == {"trainer": None}
+    metrics.write_text('{"step": 1}\n')
+    feed.poll()
+    assert state.milestones["trainer"] is not None
+
+
 def test_without_a_terminal_each_step_is_one_line(tmp_path: Path) -> None:
     out = io.StringIO()
     view = make_view("auto", out)
