@@ -32,6 +32,7 @@ from example_trainer.errors import CannotServe
 from example_trainer.processes.ports import ServerSockets
 from example_trainer.serving import startup
 from example_trainer.serving.adapters import Adapters
+from example_trainer.serving.admission import AdmissionGate
 from example_trainer.serving.auth import AllowedHosts, Headers, bearer, refuse_without_key
 from example_trainer.serving.bridge_routes import (
     make_bridge_router,
@@ -42,7 +43,7 @@ from example_trainer.serving.bridge_routes import (
 from example_trainer.serving.checkpoint_shapes import declared_shapes
 from example_trainer.serving.config import RegistrationIdentity, ServerConfig
 from example_trainer.serving.engine import EngineAdapter
-from example_trainer.serving.fence import AdmissionGate, Fence
+from example_trainer.serving.fence import Fence
 from example_trainer.serving.generate import GenerateHandler, Receive, Scope, Send
 from example_trainer.serving.handover import HandoverServer, hand_over, take_over
 from example_trainer.serving.metrics import ServerMetrics

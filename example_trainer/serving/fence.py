@@ -1,9 +1,5 @@
 """The fence around a change of weights: no token is ever sampled from a mixture of two versions.
 
-Every request for tokens passes the admission gate, which is open, closed for a moment, or refuses. While it is closed,
-new requests wait, so that a publish finds only those already running. The gate counts the requests inside; "drained"
-means that there are none.
-
 A publish closes the gate, gives running requests a moment to end (`drain.py` says how long, unless the trainer does),
 pauses the rest and drops their computed KV; then the
 trainer writes, and the end of the publish stamps the new version, resumes the engine and opens the gate. The pause is a
@@ -19,93 +15,19 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
 from example_trainer.options.publish import InFlight
 from example_trainer.serving import problems
+from example_trainer.serving.admission import AdmissionGate
 from example_trainer.serving.drain import NOTHING_RUNS, DrainPlan, Running, plan_drain
 from example_trainer.serving.engine import Counters
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.publish import Answer, Lease, PastPublishes, Publish, ReversibleUpdate, lapsed
 from example_trainer.weight_protocol.shm_header import NO_VERSION, PolicyVersion, SegmentHeader
-
-
-class AdmissionGate:
-    """Counts the requests inside and holds back new ones. All calls come from one event loop."""
-
-    def __init__(self) -> None:
-        self.inside = 0
-        self._closed = False
-        self._refusal: Problem | None = None
-        self._changed = asyncio.Event()
-        self._empty = asyncio.Event()
-        self._empty.set()
-        self._request_seconds = 0.0
-        self._counted_at = time.monotonic()
-
-    async def enter(self, permit: Callable[[], None] = lambda: None) -> None:
-        """Admit a request, waiting while the gate is closed; raise the refusal if there is one. Pair with `leave`.
-
-        `permit` raises the refusal of this request, and is asked again after each wait.
-        """
-        self.check()
-        permit()
-        while self._closed:
-            await self._changed.wait()
-            self.check()
-            permit()
-        self.request_seconds()
-        self.inside += 1
-        self._empty.clear()
-
-    @property
-    def refuses(self) -> bool:
-        """True if new requests are refused, not only made to wait."""
-        return self._refusal is not None
-
-    def check(self) -> None:
-        """Raise the refusal, if there is one. A gate that is closed for a moment refuses no request."""
-        if self._refusal is not None:
-            raise self._refusal
-
-    def leave(self) -> None:
-        self.request_seconds()
-        self.inside -= 1
-        if self.inside == 0:
-            self._empty.set()
-
-    def open(self) -> None:
-        self._set(closed=False, refusal=None)
-
-    def close(self) -> None:
-        self._set(closed=True, refusal=None)
-
-    def refuse(self, refusal: Problem) -> None:
-        self._set(closed=True, refusal=refusal)
-
-    def request_seconds(self) -> float:
-        """Return the time that requests have been inside since the start, all of them added up."""
-        now = time.monotonic()
-        self._request_seconds += self.inside * (now - self._counted_at)
-        self._counted_at = now
-        return self._request_seconds
-
-    async def wait_until_empty(self, limit_seconds: float | None) -> bool:
-        """Return True if all requests had ended within the limit (None: wait as long as it takes)."""
-        try:
-            await asyncio.wait_for(self._empty.wait(), limit_seconds)
-        except TimeoutError:
-            return False
-        return True
-
-    def _set(self, *, closed: bool, refusal: Problem | None) -> None:
-        self._closed, self._refusal = closed, refusal
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
 
 logger = logging.getLogger(__name__)
 

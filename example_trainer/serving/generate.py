@@ -20,8 +20,9 @@ import msgspec
 from atropos_api.common.cliconfig import nearest
 from example_trainer.serving import problems
 from example_trainer.serving.adapters import Adapter, Adapters
+from example_trainer.serving.admission import AdmissionGate
 from example_trainer.serving.engine import EngineAdapter
-from example_trainer.serving.fence import AdmissionGate, Fence
+from example_trainer.serving.fence import Fence
 from example_trainer.serving.problems import Problem, engine_problems
 from example_trainer.serving.responses import Replies, all_finite
 

@@ -19,11 +19,12 @@ from fastapi import Depends, Request
 from atropos_api.common.identity import fingerprint
 from example_trainer.serving import problems
 from example_trainer.serving.adapters import Adapters
+from example_trainer.serving.admission import AdmissionGate
 from example_trainer.serving.checkpoint_download import download
 from example_trainer.serving.checkpoint_shapes import CheckpointUnreadable, Shapes, check_replacement
 from example_trainer.serving.config import SHARING_HOW_TO, ServerConfig
 from example_trainer.serving.engine import EngineAdapter
-from example_trainer.serving.fence import AdmissionGate, Fence
+from example_trainer.serving.fence import Fence
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.registration import Load, Registration
 from example_trainer.weight_protocol.checkpoint_files import CheckpointSource, is_whole

@@ -24,9 +24,9 @@ import uvicorn
 from example_trainer.errors import CannotServe
 from example_trainer.processes.ports import ServerSockets, open_sockets
 from example_trainer.serving import problems
+from example_trainer.serving.admission import AdmissionGate
 from example_trainer.serving.drain import Running
 from example_trainer.serving.engine import Counters
-from example_trainer.serving.fence import AdmissionGate
 from example_trainer.serving.handover import HandoverServer, hand_over, take_over
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.responses import UNLABELLED

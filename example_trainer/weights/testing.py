@@ -26,7 +26,8 @@ import torch
 from example_trainer.config import TrainingConfig
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import PolicyOptions
-from example_trainer.serving.fence import AdmissionGate, Fence
+from example_trainer.serving.admission import AdmissionGate
+from example_trainer.serving.fence import Fence
 from example_trainer.serving.problems import PROBLEM_PREFIX, Problem
 from example_trainer.serving.testing import StubEngine
 from example_trainer.weight_protocol.checksums import combined_checksum
@@ -139,7 +140,7 @@ class FakeServer:
         storages = {storage.id: self._segment.attach(storage.handle) for storage in self.manifest.storages}
         self._model.attach(map_parameters(self._model.module, self.manifest, storages), forwards_from_masters=False)
         self._thread = LoopThread()
-        self._door = AdmissionGate()
+        self._gate = AdmissionGate()
         self.engine, self.fence = self._thread.call(self._make_fence(step_tokens, step_seconds))
 
     @property
@@ -191,7 +192,7 @@ class FakeServer:
 
     async def _make_fence(self, step_tokens: int, step_seconds: float) -> tuple[StubEngine, Fence]:
         engine = StubEngine(step_tokens=step_tokens, step_seconds=step_seconds)
-        return engine, Fence(engine, self._door, header=self.header)
+        return engine, Fence(engine, self._gate, header=self.header)
 
     async def _info(self, _: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -226,7 +227,7 @@ class FakeServer:
 
     async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return random continuations with the logprobs that the shared weights give them at each step."""
-        await self._door.enter()
+        await self._gate.enter()
         try:
             prompt = list(body["prompt"]["prompt_token_ids"])
             count, length = int(body.get("n", 1)), int(body["max_tokens"])
@@ -241,7 +242,7 @@ class FakeServer:
 
             spans = await self.engine.decode(length, compute)
         finally:
-            self._door.leave()
+            self._gate.leave()
         return {
             "token_ids": outputs.tolist(),
             "logprobs": logprobs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutant import Mutant
 
 _FENCE = "example_trainer/serving/fence.py"
+_ADMISSION = "example_trainer/serving/admission.py"
 _ENGINE_CORE = "example_trainer/serving/vllm/engine_core.py"
 _HANDOVER = "example_trainer/serving/handover.py"
 _GUARD = "example_trainer/serving/auth.py"
@@ -287,14 +288,14 @@ FENCE: tuple[Mutant, ...] = (
     # The gate
     Mutant(
         "a closed gate lets in",
-        _FENCE,
+        _ADMISSION,
         "while self._closed:",
         "while False:",
         f"{_STATES}newcomers_wait_outside_until_the_publish_has_ended",
     ),
     Mutant(
         "drained when the first has left",
-        _FENCE,
+        _ADMISSION,
         "if self.inside == 0:",
         "if True:",
         f"{_STATES}finish_waits_until_the_last_has_left",
@@ -308,7 +309,7 @@ FENCE: tuple[Mutant, ...] = (
     ),
     Mutant(
         "who waited is not refused",
-        _FENCE,
+        _ADMISSION,
         "            await self._changed.wait()\n            self.check()",
         "            await self._changed.wait()",
         f"{_STATES}stopping_turns_everybody_away_even_those_waiting",

@@ -54,7 +54,7 @@ def guarded():
 
 
 @pytest.fixture(scope="module")
-def open_door():
+def url_without_token():
     with served_broker() as served:
         yield served
 
@@ -105,8 +105,8 @@ def test_a_token_that_protects_nothing_or_fits_in_no_path_is_refused(token):
 
 
 @pytest.mark.parametrize(("method", "path"), CHANGING)
-def test_nothing_changes_on_behalf_of_a_foreign_page(open_door, method, path):
-    with httpx.Client(base_url=open_door) as client:
+def test_nothing_changes_on_behalf_of_a_foreign_page(url_without_token, method, path):
+    with httpx.Client(base_url=url_without_token) as client:
         for headers in FOREIGN:
             response = client.request(method, path, headers=headers)
             assert response.status_code == 403, headers
@@ -119,27 +119,30 @@ def test_the_token_in_a_path_is_no_pass_for_foreign_pages(guarded):
     assert TOKEN not in response.text
 
 
-def test_a_rebound_name_is_refused_where_no_token_protects(open_door):
-    assert httpx.get(f"{open_door}/status", headers={"Host": "evil.test"}).status_code == 403
+def test_a_rebound_name_is_refused_where_no_token_protects(url_without_token):
+    assert httpx.get(f"{url_without_token}/status", headers={"Host": "evil.test"}).status_code == 403
     for host in ("localhost:80", "127.0.0.1", "[::1]:8000", "broker.localhost"):
-        assert httpx.get(f"{open_door}/status", headers={"Host": host}).status_code == 200
+        assert httpx.get(f"{url_without_token}/status", headers={"Host": host}).status_code == 200
     with served_broker(allowed_hosts=["broker.test"]) as served:
         assert httpx.get(f"{served}/status", headers={"Host": "broker.test:80"}).status_code == 200
 
 
-def test_pages_of_our_own_origin_may_change_things(open_door):
-    own = {"Origin": open_door, "Referer": f"{open_door}/page", "Sec-Fetch-Site": "same-origin"}
-    assert httpx.get(f"{open_door}/reset_data", headers=own).status_code == 200
-    assert httpx.post(f"{open_door}/v1/runs", json={}, headers={"Origin": "http://localhost:3000"}).status_code == 403
+def test_pages_of_our_own_origin_may_change_things(url_without_token):
+    own = {"Origin": url_without_token, "Referer": f"{url_without_token}/page", "Sec-Fetch-Site": "same-origin"}
+    assert httpx.get(f"{url_without_token}/reset_data", headers=own).status_code == 200
+    assert (
+        httpx.post(f"{url_without_token}/v1/runs", json={}, headers={"Origin": "http://localhost:3000"}).status_code
+        == 403
+    )
 
 
-def test_foreign_pages_may_read_nothing_across_origins(open_door):
+def test_foreign_pages_may_read_nothing_across_origins(url_without_token):
     for headers in (
         {"Origin": "http://evil.test"},
         {"Origin": "http://evil.test", "Access-Control-Request-Method": "PUT"},
     ):
         for method in ("GET", "OPTIONS"):
-            response = httpx.request(method, f"{open_door}/status", headers=headers)
+            response = httpx.request(method, f"{url_without_token}/status", headers=headers)
             assert "access-control-allow-origin" not in response.headers
 
 
@@ -162,18 +165,18 @@ def test_an_origin_that_was_allowed_may_call_and_no_other():
         assert "access-control-allow-origin" not in foreign.headers
 
 
-def test_a_slash_at_the_end_redirects_nowhere(open_door):
-    assert httpx.get(f"{open_door}/status/").json()["current_step"] == 0
-    assert httpx.get(f"{open_door}/nowhere/", headers={"Host": "localhost"}).status_code == 404
+def test_a_slash_at_the_end_redirects_nowhere(url_without_token):
+    assert httpx.get(f"{url_without_token}/status/").json()["current_step"] == 0
+    assert httpx.get(f"{url_without_token}/nowhere/", headers={"Host": "localhost"}).status_code == 404
 
 
 @pytest.mark.parametrize("value", [r'"\ud800"', r'"a\udfff"', r'{"\ud800": NaN}'])
-def test_half_a_character_in_a_body_is_refused_like_any_other_nonsense(open_door, value):
+def test_half_a_character_in_a_body_is_refused_like_any_other_nonsense(url_without_token, value):
     group = f'{{"tokens": [[{value}]], "masks": [[1]], "scores": [1], "images": {value}}}'
     for path, body in (("/scored_data", group), ("/scored_data_list", f"[{group}]")):
-        assert httpx.post(open_door + path, content=body).status_code == 422
+        assert httpx.post(url_without_token + path, content=body).status_code == 422
     body = f'{{"environment_id": 0, "groups": [{group}]}}'
-    assert httpx.post(f"{open_door}/v1/groups", content=body).status_code in {404, 422}
+    assert httpx.post(f"{url_without_token}/v1/groups", content=body).status_code in {404, 422}
 
 
 @pytest.mark.parametrize(

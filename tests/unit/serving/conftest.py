@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from example_trainer.serving.fence import AdmissionGate, Fence
+from example_trainer.serving.admission import AdmissionGate
+from example_trainer.serving.fence import Fence
 from example_trainer.serving.testing import StubEngine
 from example_trainer.weight_protocol.shm_header import SegmentHeader
 

@@ -10,9 +10,10 @@ import pytest
 
 from example_trainer.serving import generate, problems
 from example_trainer.serving.adapters import Adapters
+from example_trainer.serving.admission import AdmissionGate
 from example_trainer.serving.app import ServerASGI
 from example_trainer.serving.auth import AllowedHosts
-from example_trainer.serving.fence import AdmissionGate, Fence
+from example_trainer.serving.fence import Fence
 from example_trainer.serving.generate import GenerateHandler
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.responses import Replies

@@ -12,8 +12,8 @@ from atropos_api.errors import BrokerError
 from atropos_api.http.problems import STATUS_BY_KIND
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.wire import PolicyUpdate, RunRequest
+from example_trainer.serving.admission import AdmissionGate
 from example_trainer.serving.config import ServerConfig
-from example_trainer.serving.fence import AdmissionGate
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.registration import PATIENCE_SECONDS, Load, Registration
 
