@@ -112,7 +112,8 @@ def test_an_end_that_is_repeated_gets_the_same_answer(shared_server):
     again = shared_server.bridge(
         "publish/end", {"publish_id": publish["publish_id"], "version": publish["version"]}
     ).json()
-    assert again == {name: publish[name] for name in ("version", "recomputed_tokens", "fence_seconds")}
+    costs = ("recomputed_tokens", "fence_seconds", "expected_loss_seconds", "loss_seconds")
+    assert again == {name: publish[name] for name in ("version", *costs)}
 
 
 def test_a_version_is_never_reused_and_never_ends_half_written(shared_server):
