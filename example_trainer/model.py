@@ -43,6 +43,8 @@ def load_policy(options: PolicyOptions, *, forwards_from_masters: bool = True) -
     Without `forwards_from_masters` the caller attaches served tensors before the first forward.
     """
     device = resolve_device(options.device)
+    if options.activation_offloading and device.type == "cpu":
+        logger.warning("--activation-offloading has no effect on a CPU, where activations are in host memory")
     stored = stored_config(options)
     served_dtype = served_dtype_of(options, stored)
     frozen = options.adapter is not None

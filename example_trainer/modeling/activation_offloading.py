@@ -28,7 +28,9 @@ class CannotOffload(TrainerError):
 
 
 def to_host(kept: Tensor) -> Packed:
-    """Return a tensor's device and a copy of it in pinned host memory."""
+    """Return a tensor's device and a copy of it in pinned host memory; a tensor of the CPU stays as it is."""
+    if kept.device.type == "cpu":
+        return kept.device, kept
     copy = torch.empty_like(kept, device="cpu", pin_memory=True)
     copy.copy_(kept, non_blocking=True)
     return kept.device, copy

@@ -116,9 +116,7 @@ def load_module(options: PolicyOptions, stored: Any, dtype: torch.dtype, device:
             logger.info("loaded %s %s %s on %s", name, list(tensor.shape), tensor.dtype, tensor.device)
     if options.gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if options.activation_offloading and device.type == "cpu":
-            logger.warning("--activation-offloading has no effect on a CPU, where activations are in host memory")
-        elif options.activation_offloading:
+        if options.activation_offloading:
             offload_layer_inputs(module)
     if not options.quantises_base and device.type != "meta":
         refuse_nonfinite(module.named_parameters(), f"{options.flag} {options.model_name}")

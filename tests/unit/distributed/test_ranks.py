@@ -107,7 +107,8 @@ CASES: dict[str, Case] = {
     "a rank with nothing": Case(world_size=4, settings={"loss_aggregation": "sequence"}),
     "steps of whole groups, twice over": Case(settings={"mini_batches": 2, "epochs_per_batch": 2}),
     "activation checkpointing": Case(
-        options=replace(CPU, gradient_checkpointing=True), settings={"loss_aggregation": "constant"}
+        options=replace(CPU, gradient_checkpointing=True, activation_offloading=True),
+        settings={"loss_aggregation": "constant"},
     ),
     "a frozen layer": Case(options=replace(CPU, train_layer_indices="1")),
     "tied embeddings": Case(tied=True),
