@@ -1,4 +1,4 @@
-"""Makes the tiny base model on this machine, so that the demo and the tests need no download.
+"""Finds or makes the tiny base models, so that the demo and the tests need no download.
 
 `ensure_base` is the entry point: it returns a model that is here, or makes it in about a minute. The model is a
 394k-parameter Qwen2 that can work out small arithmetic but usually prefers to guess; training has to bring the skill
