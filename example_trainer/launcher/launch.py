@@ -130,14 +130,10 @@ class Launch:
 
     def go(self) -> Summary:
         """Run everything; raise `ChildFailed` or `Interrupted` if the run does not reach its end."""
-        variables = passed_variables(self.settings.placement, os.environ)
-        with contextlib.ExitStack() as held:
-            # Before signals are handled here, for Ray has handlers of its own.
-            placement = held.enter_context(contextlib.closing(open_placement(self.settings, self.run)))
-            supervisor = SeatedSupervisor(self.run.logs, placement, variables=variables)
-            return self._go(settle_endpoints(self.settings, held), supervisor)
+        with contextlib.ExitStack() as ports:
+            return self._go(settle_endpoints(self.settings, ports))
 
-    def _go(self, endpoints: Endpoints, supervisor: SeatedSupervisor) -> Summary:
+    def _go(self, endpoints: Endpoints) -> Summary:
         model = _require(self.settings.trainer.model_name, "--model-name")
         own = own_teacher(self.settings)
         teacher = None if own is None else _require(own.model_name, MODEL_FLAG)
@@ -145,7 +141,12 @@ class Launch:
             _require(self.settings.trainer.ref_model, "--ref-model")
         self.run.create()
         adopt_orphans()
-        with StopRequest.listening() as stop, supervisor:
+        variables = passed_variables(self.settings.placement, os.environ)
+        with (
+            contextlib.closing(open_placement(self.settings, self.run)) as placement,
+            StopRequest.listening() as stop,  # after the placement, for Ray has handlers of its own
+            SeatedSupervisor(self.run.logs, placement, variables=variables) as supervisor,
+        ):
             view = make_view(self.settings.trainer.view)
             snapshot = self._snapshot()
             try:

@@ -61,13 +61,15 @@ SETTLED_AFTER_SECONDS = 3.0
 class Supervisor:
     """Starts, watches and ends the children of one launcher; leaving its context ends them all."""
 
-    def __init__(self, log_dir: Path, *, guarded: bool = True) -> None:
+    def __init__(self, log_dir: Path, *, guarded: bool = True, detached: bool = False) -> None:
+        """Keep the log directory; `detached` is for a process whose starter kills its children (see `Guardian`)."""
         self._log_dir = log_dir
         self._mark = uuid.uuid4().hex
         # A directory of its own keeps sockets and scratch files of killed children findable.
         self._temporary_dir = _make_scratch()
         self._shared_memory = SharedMemoryLedger()
-        self._guardian = Guardian(mark=self._mark, temporary_dir=self._temporary_dir) if guarded else None
+        scratch = self._temporary_dir
+        self._guardian = Guardian(mark=self._mark, temporary_dir=scratch, detached=detached) if guarded else None
         self._children: dict[str, Child] = {}
         self._observed_at = 0.0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import socket
 import threading
@@ -30,6 +31,7 @@ from example_trainer.launcher.placement.seat import SeatHost
 from example_trainer.launcher.placement.settings import PlacementSettings
 from example_trainer.launcher.run_dir import RunDir
 from example_trainer.processes.child import ChildFailed, ChildSpec
+from example_trainer.processes.tree import is_alive, open_process
 
 LOOK_INTERVAL_SECONDS = 0.25
 PLACE_INTERVAL_SECONDS = 0.1
@@ -38,6 +40,7 @@ ARRIVE_SECONDS = 60.0
 """Time for an actor to start on its node: it imports this package."""
 CALL_SECONDS = 10.0
 """Time for a call of an actor beyond what the call itself waits for."""
+RAYLET_INTERVAL_SECONDS = 0.5
 HEAD_INTERVAL_SECONDS = 2.0
 HEAD_SILENCES = 3
 CLOSE_SECONDS = 10.0
@@ -59,11 +62,17 @@ def connect(settings: PlacementSettings, run: RunDir) -> RayPlacement:
             f"--placement-address {settings.address}: {first}; start the launcher on a node of this cluster "
             "(`ray start`), with the same versions of Python and Ray"
         ) from error
+    # Else what Ray says about its nodes is written to standard output, between the lines of `--json`.
+    ray._private.worker._worker_logs_enabled = False  # noqa: SLF001 - there is no other switch
     return RayPlacement(settings, run)
 
 
 class _SeatActor(SeatHost):
     """A seat as an actor: Ray calls its methods one after the other on the main thread of its process."""
+
+    def __init__(self, log_dir: Path, *, hides_gpus: bool) -> None:
+        super().__init__(log_dir, hides_gpus=hides_gpus)
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="raylet-watch", daemon=True).start()
 
     def arrive(self, run_dir: Path) -> tuple[str, bool]:
         """Return the node's address, and if it sees the run directory."""
@@ -267,6 +276,14 @@ class RayPlacement:
             raise ChildFailed(f"the Ray head at {self._settings.address} does not answer any more", exit_code=1)
 
 
+def _end_with(pid: int) -> None:
+    """End this process once the node's raylet has: Ray's own check counts a raylet that nobody has reaped as alive."""
+    raylet = open_process(pid)
+    while raylet is not None and is_alive(raylet):
+        time.sleep(RAYLET_INTERVAL_SECONDS)
+    os._exit(1)
+
+
 def _require_answer(settings: PlacementSettings) -> None:
     if not _answers(settings.head, CONNECT_SECONDS):
         raise ConfigError(
@@ -299,5 +316,5 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 def _cause(error: BaseException) -> str:
     """Return the sentence of Ray's message that tells the cause."""
-    found = re.search(r"(?:death cause|cause|reason)s?: (.+)", str(error), re.IGNORECASE)
-    return found[1].strip() if found else " ".join(str(error).split())[:200]
+    found = re.search(r"(?:The actor|It) \w+ (?:dead )?because (.+?)\.(?:\s|$)", str(error))
+    return found[1] if found else " ".join(str(error).split())[:200]

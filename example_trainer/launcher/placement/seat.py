@@ -15,7 +15,6 @@ from example_trainer.launcher.placement.roles import ProgramState
 from example_trainer.launcher.supervisor import Supervisor
 from example_trainer.processes.child import ChildSpec
 from example_trainer.processes.ports import free_port
-from example_trainer.processes.tree import adopt_orphans
 
 FOREIGN_PREFIXES = ("SLURM_", "PMI_", "PMIX_")
 """Variables by which MPI, and libraries that look for it, would take a program for a task of the surrounding job."""
@@ -45,8 +44,8 @@ class SeatHost:
 
     def start(self, spec: ChildSpec) -> None:
         if self._supervisor is None:
-            adopt_orphans()
-            self._supervisor = Supervisor(self._log_dir)
+            # Orphans are not adopted: Ray kills all children of a process that ends, the guardian among them.
+            self._supervisor = Supervisor(self._log_dir, detached=True)
         self._name = spec.name
         self._supervisor.start(replace(spec, environment={**self._hidden, **spec.environment}))
 
