@@ -51,15 +51,18 @@ def check_fits(settings: RunSettings) -> None:
             raise ConfigError(sentence)
 
 
-def roles_of(settings: RunSettings) -> list[Role]:
-    """Return the roles of a launch: the trainer, servers and environments; none under a local placement."""
+def roles_of(settings: RunSettings, *, has_gpus: bool | None = None) -> list[Role]:
+    """Return the roles of a launch: the trainer, servers and environments; none under a local placement.
+
+    Nodes are taken for machines like this one, unless `has_gpus` says if they have GPUs.
+    """
     if not settings.placement.is_ray:
         return []
     config, given = settings.trainer, settings.placement
-    has_gpus = config.device != "cpu" and count_gpus(os.environ) > 0
+    on_gpu = config.device != "cpu" and (count_gpus(os.environ) > 0 if has_gpus is None else has_gpus)
 
     def role(name: str, asked: SeatResources, *, gpus: int = 0, seats: int = 1, is_reached: bool = False) -> Role:
-        by_default = float(gpus) if has_gpus else 0.0
+        by_default = float(gpus) if on_gpu else 0.0
         wanted = by_default if asked.gpus is None else asked.gpus
         return Role(name=name, cpus=asked.cpus, gpus=wanted, seats=seats, is_reached=is_reached)
 
