@@ -128,18 +128,23 @@ def describe(launch: Launch) -> str:
 
 
 def _refuse_large(settings: RunSettings) -> None:
-    """Raise `ConfigError` for a layout of more than the one trainer process that the launcher starts."""
-    if settings.layout is not None and settings.layout.world_size > 1:
+    """Raise `ConfigError` for a layout of more than the one trainer process that the launcher starts here."""
+    if settings.layout is not None and settings.layout.world_size > 1 and not settings.placement.is_ray:
         raise ConfigError(
             f"placement: the layout has {settings.layout.world_size} workers, and atropos-grpo-run starts one trainer "
-            "process on this host; start the others with torchrun, and servers with vllm_api_server --broker-url "
-            "(docs/howto/servers-that-come-and-go.md)"
+            "process on this host; use --placement ray (docs/howto/ray.md), or start the others with torchrun, and "
+            "servers with vllm_api_server --broker-url (docs/howto/servers-that-come-and-go.md)"
         )
 
 
 def _layout_of(launch: Launch) -> list[str]:
-    layout = launch.settings.layout
-    return [] if layout is None else [f"{layout.describe()}\nworkers: {', '.join(layout.worker_names)}"]
+    from example_trainer.launcher.placement.choice import roles_of
+
+    settings = launch.settings
+    lines = [f"{settings.placement.describe()}: {role.describe()}" for role in roles_of(settings)]
+    if settings.layout is not None:
+        lines += [f"{settings.layout.describe()}\nworkers: {', '.join(settings.layout.worker_names)}"]
+    return lines
 
 
 if __name__ == "__main__":

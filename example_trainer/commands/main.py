@@ -33,6 +33,10 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             "environments.export:run_dpo",
         ),
         "env": Verb("VERB: work on environments and their data, see atropos env --help", "environments.commands:run"),
+        "render": Verb(
+            "slurm|kuberay RUN.yaml: print an sbatch script, or manifests for KubeRay, that run a run file on Ray",
+            "example_trainer.commands.render:run",
+        ),
         "replay": Verb(
             "FILE: train one saved batch again, from the checkpoint before it", "example_trainer.commands.replay:run"
         ),

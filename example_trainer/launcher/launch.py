@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -28,6 +29,8 @@ from example_trainer.launcher.base_model import (
 from example_trainer.launcher.data_use import write_data_use
 from example_trainer.launcher.endpoints import Endpoints, broker_token, settle_endpoints
 from example_trainer.launcher.environment_settings import require_fillable
+from example_trainer.launcher.placement.choice import open_placement, passed_variables, roles_of
+from example_trainer.launcher.placement.seated_supervisor import SeatedSupervisor
 from example_trainer.launcher.plan import (
     BROKER,
     FINAL_SERVER,
@@ -38,7 +41,7 @@ from example_trainer.launcher.plan import (
     Programs,
     make_plan,
 )
-from example_trainer.launcher.progress import Endpoint, Feed, Snapshot, View, make_view
+from example_trainer.launcher.progress import Endpoint, Feed, RegisteredServer, Snapshot, View, make_view
 from example_trainer.launcher.restarts import RestartBudget, Restarts
 from example_trainer.launcher.run_dir import RunDir, plan_run_dir, reporting_flag, write_json, write_yaml
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig, RunSettings
@@ -138,22 +141,41 @@ class Launch:
             _require(self.settings.trainer.ref_model, "--ref-model")
         self.run.create()
         adopt_orphans()
-        with StopRequest.listening() as stop, Supervisor(self.run.logs) as supervisor:
+        variables = passed_variables(self.settings.placement, os.environ)
+        with (
+            contextlib.closing(open_placement(self.settings, self.run)) as placement,
+            StopRequest.listening() as stop,  # after the placement, for Ray has handlers of its own
+            SeatedSupervisor(self.run.logs, placement, variables=variables) as supervisor,
+        ):
             view = make_view(self.settings.trainer.view)
             snapshot = self._snapshot()
             try:
+                self._place(supervisor, snapshot, view, stop)
                 make = partial(self._make_if_local, supervisor=supervisor, snapshot=snapshot, view=view, stop=stop)
                 model = make(model, "base model")
                 teacher = None if teacher is None else make(teacher, "teacher's model")
                 plan = make_plan(
                     self.settings, self.run, endpoints, model=model, teacher_model=teacher, programs=self.programs
                 )
-                self._record(plan)
+                self._record(plan, supervisor)
                 if self.settings.trainer.load_in_4bit:
                     discard_other_base(self.run.root, model, self.settings.trainer.dtype)
                 return self._train(plan, supervisor, snapshot, view, stop)
+            except Interrupted:
+                supervisor.close(grace_seconds=self.settings.trainer.stop_grace)
+                raise
             finally:
                 view.close()
+
+    def _place(self, supervisor: SeatedSupervisor, snapshot: Snapshot, view: View, stop: StopRequest) -> None:
+        """Have every role placed before anything starts, so that a run that does not fit leaves nothing behind."""
+
+        def wait() -> None:
+            stop.raise_if_requested()
+            snapshot.phase = "waiting for places"
+            view.update(snapshot, ())
+
+        supervisor.place(roles_of(self.settings), wait)
 
     def _snapshot(self) -> Snapshot:
         config = self.settings.trainer
@@ -260,11 +282,12 @@ class Launch:
         self.pages = [*write_rollout_pages(self.run.root), report_line(self.run.root)]
         return summary
 
-    def _record(self, plan: Plan) -> None:
+    def _record(self, plan: Plan, supervisor: SeatedSupervisor) -> None:
         with reporting_flag(self.run.configs, "--run-dir"):
             for path, content in plan.files.items():
                 write_yaml(path, content)
-        self.run.write_record(resolved(self.settings, plan))
+        places = {"placement": supervisor.describe_places()} if self.settings.placement.is_ray else {}
+        self.run.write_record({**resolved(self.settings, plan), **places})
 
 
 def plan_launch(settings: RunSettings) -> Launch:
@@ -327,7 +350,11 @@ def _milestones(plan: Plan) -> list[str]:
 
 
 def _make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, events: MetricsTail, token: TokenSource) -> Feed:
-    servers = {VLLM: [Endpoint(url) for url in plan.endpoints.vllm_urls]} if plan.servers else {}
+    known = plan.endpoints.vllm_urls
+    servers: dict[str, list[Endpoint]] = {VLLM: [Endpoint(url) for url in known]} if plan.servers else {}
+    if plan.servers and not known:  # their nodes choose the ports, so the broker is asked
+        broker_url = plan.endpoints.broker_url
+        servers[VLLM] = [RegisteredServer(name, broker_url, token=token) for name in plan.servers]
     if plan.endpoints.teacher_port is not None:
         servers[TEACHER] = [Endpoint(f"http://{LOOPBACK}:{plan.endpoints.teacher_port}")]
     return Feed(

@@ -161,7 +161,7 @@ class _Builder:
 
     def broker(self) -> ChildSpec:
         flags = self.settings.flags["api"].without("port")
-        content = self._observability() | {"host": LOOPBACK, "store": str(self.run.broker_store)}
+        content = self._observability() | {"host": self.endpoints.broker_host, "store": str(self.run.broker_store)}
         content |= self.settings.sections["api"]
         content = merge(content, flags.secret_values) | {"port": self.endpoints.broker_port}
         path = self._write("api", {"api": content})
@@ -184,6 +184,7 @@ class _Builder:
             own["await_model"] = True  # the trainer writes the base once it has loaded the model
         if registered := self.settings.trainer.registered_servers:
             own |= {"broker_url": self.endpoints.broker_url, "policy": self.settings.trainer.policy}
+            own |= {"server_id": name} if self.settings.placement.is_ray else {}  # the same on each node
         path = self._write(name, {VLLM: content | own})
         command = self._command(self.programs.vllm, path, flags.without_secrets().unprefixed(VLLM))
         # A restarted server serves nothing until the trainer has published the current policy to it.
@@ -333,7 +334,8 @@ class _Builder:
         own |= self._cache(config, self._memory_share(), self.settings.section(VLLM))
         if self.settings.trainer.load_in_4bit:
             own |= {"tokenizer": self.model, "served_model_name": [self.model]}
-        return {"host": LOOPBACK} | server_settings(self.settings.trainer, index) | own | self._observability()
+        served = server_settings(self.settings.trainer, index) | own | self._observability()
+        return {"host": self.endpoints.server_host} | served
 
     def _served_dtype(self) -> str:
         """Return `--dtype`, or for `auto` the checkpoint's if it is known: vLLM's own lowers float32 to bfloat16."""

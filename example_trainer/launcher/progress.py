@@ -70,6 +70,21 @@ class Endpoint:
         self._connection.close()
 
 
+class RegisteredServer(Endpoint):
+    """A server whose address only the broker knows: it answers as healthy once it is registered and has loaded."""
+
+    def __init__(self, server_id: str, broker_url: str, *, token: TokenSource) -> None:
+        super().__init__(broker_url, token=token)
+        self._server_id = server_id
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        status, body = super().get("/v1/servers" if path == "/health" else path)
+        if path != "/health" or status != http.HTTPStatus.OK:
+            return status, body
+        states = {row["server_id"]: row["state"] for row in (read_row(body) or {}).get("servers", ())}
+        return (200, b"") if states.get(self._server_id) in {"joining", "serving"} else (0, b"")
+
+
 @dataclass(kw_only=True, slots=True)
 class Snapshot:
     """The state of the run as views show it."""

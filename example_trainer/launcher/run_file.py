@@ -32,6 +32,14 @@ from atropos_api.common.option_flags import aliases
 from atropos_api.common.secrets import redact, redact_arguments
 from example_trainer.config import TrainingConfig
 from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, read_environments
+from example_trainer.launcher.placement.settings import (
+    DEFAULT_TIMEOUT_SECONDS,
+    PlacementKind,
+    PlacementSettings,
+    launchers_own,
+    read_placement,
+    split_section,
+)
 from example_trainer.launcher.teacher import TEACHER, TEACHER_SERVER, check_teacher, own_teacher, unused_distillation
 from example_trainer.options.layout import BadLayout, DistributedLayout
 from example_trainer.options.modes import BridgeMode
@@ -79,6 +87,21 @@ class RunConfig(TrainingConfig):
         5, ge=0, description="Times that each program is restarted within --restart-window before the run ends."
     )
     restart_window: float = Field(600.0, gt=0.0, description="Seconds for which a restart counts.")
+    stop_grace: float = Field(
+        3.0,
+        ge=0.0,
+        description="Seconds in which the programs may end after a signal to the launcher; the trainer then writes a "
+        "checkpoint.",
+    )
+    placement: PlacementKind = Field(
+        "local", description="Where trainer, servers and environments run: on this machine, or on a Ray cluster."
+    )
+    placement_address: str | None = Field(
+        None, description="HOST:PORT of the Ray cluster's head, which this machine has joined."
+    )
+    placement_timeout: float = Field(
+        DEFAULT_TIMEOUT_SECONDS, gt=0.0, description="Seconds within which the cluster has a place for each program."
+    )
     cost_per_hour: float | None = Field(
         None, ge=0.0, description="Price of all machines per hour, in any currency: the summary then tells the cost."
     )
@@ -156,6 +179,7 @@ class RunSettings:
     environments: tuple[EnvironmentSettings, ...]
     layout: DistributedLayout | None = None
     """The layout of the `placement` section."""
+    placement: PlacementSettings = field(default_factory=PlacementSettings)
     remarks: tuple[str, ...] = ()
     """Sentences on what a preset has chosen, or could not set here, and on settings without effect."""
     reseeded: bool = False
@@ -181,6 +205,8 @@ def read_settings(argv: Sequence[str]) -> RunSettings:
     for path in paths:
         sections = merge(sections, read_sections(path))
         layout = _layout_in(path) or layout
+    _, placed = split_section(sections.get(PLACEMENT) or {})
+    trainer = {**launchers_own(placed, layout), **trainer}
     config = load_config(RunConfig, own, prog=PROG, description=DESCRIPTION, defaults=trainer)
     environments, remarks = read_environments(
         sections,
@@ -194,6 +220,7 @@ def read_settings(argv: Sequence[str]) -> RunSettings:
         flags=flags,
         environments=environments,
         layout=layout,
+        placement=read_placement(placed, config.model_dump()),
         remarks=remarks,
         reseeded="seed" in config.model_fields_set and config.seed != trainer.get("seed"),
     )
@@ -236,7 +263,8 @@ def _layout_in(path: str) -> DistributedLayout | None:
     if not section:
         return None
     try:
-        return DistributedLayout.from_section(section)
+        sizes, _ = split_section(section)
+        return DistributedLayout.from_section(sizes) if sizes else None
     except BadLayout as error:
         raise ConfigError(f"--config {path}, {PLACEMENT}: {error}") from error
 
