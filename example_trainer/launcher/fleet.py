@@ -36,8 +36,8 @@ LOADED: Final = frozenset({"joining", "serving", "draining"})
 NODES_FLAG: Final = "--num-inference-nodes"
 
 
-class FleetBroker(Protocol):
-    """The calls that a fleet makes."""
+class FleetClient(Protocol):
+    """The calls to the broker that a fleet makes."""
 
     def renew_fleet(self, fleet_id: str, report: FleetReport) -> FleetLease: ...
 
@@ -46,6 +46,8 @@ class FleetBroker(Protocol):
     def get_servers(self, policy: str | None = None) -> ServerSet: ...
 
     def drain_server(self, server_id: str) -> InferenceServer: ...
+
+    def remove_server(self, server_id: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -79,7 +81,7 @@ class Fleet:
         settings: RunSettings,
         run: RunDir,
         supervisor: Supervisor,
-        broker: FleetBroker,
+        broker: FleetClient,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan = plan
@@ -271,8 +273,10 @@ class Fleet:
         return self._supervisor.find(server.name)
 
     def _forget(self, server: _Server) -> None:
-        """End what is left of a server, and give its port back."""
+        """End what is left of a server, also at the broker, and give its port back."""
         if server.name in self._supervisor:
             self._supervisor.stop(server.name)
+        with suppress(AtroposError):  # one that was killed holds its lease, and would be taken for the next of its name
+            self._broker.remove_server(server.server_id)
         server.port.close()
         del self._servers[server.index]
