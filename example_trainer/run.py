@@ -11,6 +11,7 @@ program runs in its own process.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from dataclasses import asdict
@@ -116,7 +117,7 @@ def describe(launch: Launch) -> str:
     from example_trainer.launcher.run_dir import as_plain_data
 
     plan = dry_plan(launch)
-    blocks = [f"run directory: {launch.run.root}", *launch.settings.remarks, *_layout_of(launch)]
+    blocks = [f"run directory: {launch.run.root}", *launch.settings.remarks, *_layout_of(launch), _fleet_of(launch)]
     for spec in (*(base.spec for base in local_bases(launch.settings)), *plan.children):
         shown = redact(spec.environment)
         added = "".join(f"{name}={shlex.quote(value)} " for name, value in shown.items())
@@ -135,6 +136,15 @@ def _refuse_large(settings: RunSettings) -> None:
             "process on this host; use --placement ray (docs/howto/ray.md), or start the others with torchrun, and "
             "servers with vllm_api_server --broker-url (docs/howto/servers-that-come-and-go.md)"
         )
+
+
+def _fleet_of(launch: Launch) -> str:
+    """Return the number of inference servers, and the numbers that `atropos scale` takes."""
+    from example_trainer.launcher.fleet_plan import FleetRecord, limits_of
+
+    config = launch.settings.trainer
+    limits = limits_of(config, os.environ)
+    return limits.describe(FleetRecord.read(launch.run, limits, resumes=config.resume is not None).wanted)
 
 
 def _layout_of(launch: Launch) -> list[str]:

@@ -17,6 +17,7 @@ from atropos_api.broker.flow import FlowStatus, TrainerStatus, activity_of, desc
 from atropos_api.broker.packing import batch_in_sequences, queued_by_environment
 from atropos_api.broker.state import State
 from atropos_api.store.base import EnvironmentRow, ItemsRow, RunRow
+from atropos_api.wire.fleets import Fleet
 from atropos_api.wire.reports import EnvironmentActivity
 
 
@@ -101,6 +102,8 @@ class Status(msgspec.Struct, kw_only=True):
     counters: Counters
     flow: FlowStatus
     trainers: list[TrainerStatus]
+    fleets: list[Fleet]
+    """The inference servers of each launcher: how many are wanted, and how many there are."""
 
 
 def describe_status(broker: Broker, *, store_failure: str | None = None) -> Status:
@@ -121,6 +124,7 @@ def describe_status(broker: Broker, *, store_failure: str | None = None) -> Stat
         counters=state.counters,
         flow=describe_flow(broker, store_failure=store_failure),
         trainers=describe_trainers(broker),
+        fleets=state.fleets.select().fleets,
     )
 
 

@@ -92,7 +92,14 @@ INFERENCE_SERVERS: Final = Metric(
     ("policy", "state"),
 )
 
-METRICS: Final = (*COUNTERS.values(), DROPPED, *GAUGES.values(), QUEUED, INFERENCE_SERVERS)
+FLEET_SERVERS: Final = Metric(
+    "fleet_servers",
+    "gauge",
+    "Inference servers of a launcher: those that are wanted, and those that it runs",
+    ("fleet", "state"),
+)
+
+METRICS: Final = (*COUNTERS.values(), DROPPED, *GAUGES.values(), QUEUED, INFERENCE_SERVERS, FLEET_SERVERS)
 
 
 @route(
@@ -120,6 +127,9 @@ def _collect(context: AppContext) -> Iterator[Family]:
     )
     servers = broker.state.servers.counts()
     yield INFERENCE_SERVERS.family(PREFIX, *(((policy, state), count) for policy, state, count in servers))
+    fleets = broker.state.fleets.select().fleets
+    counts = ((one.fleet_id, {"wanted": one.wanted, "running": one.running}) for one in fleets)
+    yield FLEET_SERVERS.family(PREFIX, *(((name, state), n) for name, both in counts for state, n in both.items()))
 
 
 def _dropped(broker: Broker) -> list[tuple[tuple[str, ...], float]]:

@@ -15,6 +15,7 @@ from types import FrameType
 
 import psutil
 
+from atropos_api.client import BrokerClient
 from atropos_api.common import metric_names
 from atropos_api.common.secrets import TokenSource, public_settings
 from example_trainer.errors import TrainerError
@@ -29,6 +30,8 @@ from example_trainer.launcher.base_model import (
 from example_trainer.launcher.data_use import write_data_use
 from example_trainer.launcher.endpoints import Endpoints, broker_token, settle_endpoints
 from example_trainer.launcher.environment_settings import require_fillable
+from example_trainer.launcher.fleet import Fleet
+from example_trainer.launcher.fleet_plan import FleetRecord, limits_of
 from example_trainer.launcher.placement.choice import open_placement, passed_variables, roles_of
 from example_trainer.launcher.placement.seated_supervisor import SeatedSupervisor
 from example_trainer.launcher.plan import (
@@ -220,17 +223,36 @@ class Launch:
         # Opened before the children start, so that a resumed run shows the new steps only.
         tail = MetricsTail(self.run.metrics, from_end=True)
         events = MetricsTail(self.run.root / EVENTS_FILE, from_end=True)
+        fleet = self._make_fleet(plan, supervisor)
+        plan = fleet.first_plan()
         for spec in plan.children:
-            supervisor.start(spec)
+            supervisor.start(_told_servers(spec, fleet))
         feed = _make_feed(plan, snapshot, tail, events, broker_token(self.settings))
-        with contextlib.closing(feed):
-            self._watch(plan, supervisor, feed, view, stop)
+        with contextlib.closing(feed), contextlib.closing(fleet):
+            self._watch(plan, supervisor, fleet, feed, view, stop)
             write_data_use(self.run.root, feed.read_status())
         snapshot.phase = "stopping"
         view.update(snapshot, ())
-        return self._conclude(plan.servers, supervisor, snapshot, stop)
+        return self._conclude(fleet.names, supervisor, snapshot, stop)
 
-    def _watch(self, plan: Plan, supervisor: Supervisor, feed: Feed, view: View, stop: StopRequest) -> None:
+    def _make_fleet(self, plan: Plan, supervisor: Supervisor) -> Fleet:
+        config = self.settings.trainer
+        limits = limits_of(config, os.environ)
+        # The launcher's loop waits for each answer, and asks again a second later.
+        token = broker_token(self.settings)
+        return Fleet(
+            plan,
+            limits,
+            FleetRecord.read(self.run, limits, resumes=config.resume is not None),
+            settings=self.settings,
+            run=self.run,
+            supervisor=supervisor,
+            broker=BrokerClient(plan.endpoints.broker_url, token=token, timeout_seconds=0.5, retry_seconds=0.0),
+        )
+
+    def _watch(
+        self, plan: Plan, supervisor: Supervisor, fleet: Fleet, feed: Feed, view: View, stop: StopRequest
+    ) -> None:
         """Watch the programs until the trainer and then, within `wait_timeout`, the environments have ended."""
         snapshot, config = feed.snapshot, self.settings.trainer
         waiting = {TRAINER, *plan.environments}
@@ -240,12 +262,16 @@ class Launch:
         while waiting:
             stop.raise_if_requested()
             rows = feed.poll()  # before failures are judged: what a program has written shows that it was ready
-            for failure in restarts.note_failures(_never_ready(plan, snapshot)):
+            for failure in restarts.note_failures(_never_ready(plan, snapshot), apart=fleet.unsettled):
                 self.notes.append(failure)
                 snapshot.phase = failure
                 view.update(snapshot, ())
+            for line in fleet.poll(restarts, ready=snapshot.milestones.get(VLLM) is not None):
+                snapshot.phase = line
+                view.update(snapshot, ())
             for spec, restarted in restarts.due():
-                supervisor.start(resuming(spec, config, self.run.root, self.started_at), restarted=restarted)
+                again = resuming(spec, config, self.run.root, self.started_at)
+                supervisor.start(_told_servers(again, fleet), restarted=restarted)
             still = {name for name in waiting if name in restarts or supervisor[name].exit_code is None}
             if plan.final_server is not None and TRAINER in waiting - still and still:
                 supervisor.start(_with_version(plan.final_server, snapshot))
@@ -395,6 +421,11 @@ def resuming(spec: ChildSpec, config: RunConfig, run_dir: Path, launched_at: flo
     if latest.exists() and latest.lstat().st_mtime >= launched_at:
         return replace(spec, command=(*first, RESUME_FLAG, str(latest.resolve())))
     return spec
+
+
+def _told_servers(spec: ChildSpec, fleet: Fleet) -> ChildSpec:
+    """Return a program as it is started now: the trainer is told how many servers to await."""
+    return replace(spec, command=fleet.for_trainer(spec.command)) if spec.name == TRAINER else spec
 
 
 def _never_ready(plan: Plan, snapshot: Snapshot) -> set[str]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from atropos_api.common import wandb_run
-from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.secrets import redact
 from example_trainer.launcher.endpoints import (
     Endpoints,
@@ -25,7 +24,8 @@ from example_trainer.launcher.endpoints import (
     servers_on_one_gpu,
     token_variables,
 )
-from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, program_of
+from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, program_of, with_secrets
+from example_trainer.launcher.fleet_plan import AddedServer, server_id
 from example_trainer.launcher.run_dir import RunDir, as_plain_data
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings, SectionFlags
 from example_trainer.launcher.teacher import (
@@ -91,6 +91,9 @@ class Plan:
     final_server: ChildSpec | None = None
     """Server of the last checkpoint for the final evaluation, in modes whose own server ends with the trainer."""
 
+    add_server: Callable[[int, int], AddedServer] | None = field(default=None, compare=False, repr=False)
+    """Plans one more inference server, with its index and port; None if the servers do not outlive a publish."""
+
     def settings_of(self, name: str) -> Mapping[str, Any]:
         """Return the content of the program's settings file."""
         stem = "api" if name == BROKER else name
@@ -135,6 +138,7 @@ def make_plan(
         servers=tuple(server.name for server in servers),
         wandb_run_id=builder.wandb_run_id if builder.wandb(TRAINER) else None,
         final_server=builder.final_server() if environments and not outlives else None,
+        add_server=builder.added_server if outlives else None,
     )
 
 
@@ -177,20 +181,25 @@ class _Builder:
         )
 
     def vllm(self, index: int) -> ChildSpec:
-        name, flags = server_name(index), self.settings.flags["vllm"].without("port", "model")
+        name, flags = server_name(index), self.settings.flags["vllm"].without("port", "model", "server_id")
         content = merge(self._vllm_defaults(index) | dict(self.settings.sections["vllm"]), flags.secret_values)
         own: dict[str, Any] = {"model": self._base, "port": self.endpoints.vllm_ports[index]}
         if self.settings.trainer.load_in_4bit:
             own["await_model"] = True  # the trainer writes the base once it has loaded the model
         if registered := self.settings.trainer.registered_servers:
             own |= {"broker_url": self.endpoints.broker_url, "policy": self.settings.trainer.policy}
-            own |= {"server_id": name} if self.settings.placement.is_ray else {}  # the same on each node
+            own["server_id"] = server_id(self.settings, self.run, index)
         path = self._write(name, {VLLM: content | own})
         command = self._command(self.programs.vllm, path, flags.without_secrets().unprefixed(VLLM))
         # A restarted server serves nothing until the trainer has published the current policy to it.
         environment = self._server_environment(index)
         # A registered server that is drained ends by itself.
         return self._child(name, command, environment=environment, ends_by_itself=registered, may_restart=True)
+
+    def added_server(self, index: int, port: int) -> AddedServer:
+        """Plan the server with this index on a port that is settled only now."""
+        later = replace(self, endpoints=replace(self.endpoints, vllm_ports=(port,) * (index + 1)), files={})
+        return later.vllm(index), later.files
 
     def teacher_servers(self) -> list[ChildSpec]:
         """Plan the teacher's server, if the launcher starts one: a plain server of a model that stays as it is."""
@@ -245,7 +254,7 @@ class _Builder:
             # A flag cannot name one of several servers, so it applies to each.
             servers, typed = [server | dict(typed.values) for server in servers], SectionFlags()
         env = merge(env, env_flags.secret_values)
-        content = {"env": env, "openai": _with_secrets(servers, typed.secret_values)}
+        content = {"env": env, "openai": with_secrets(servers, typed.secret_values)}
         flags = [*env_flags.without_secrets().arguments, *typed.without_secrets().arguments]
         if entry.teacher is not None:
             content[TEACHER], more = self._teacher_of(entry)
@@ -435,14 +444,3 @@ class _Builder:
 
     def _child(self, name: str, command: tuple[str, ...], *, settings: str | None = None, **rest: Any) -> ChildSpec:
         return ChildSpec(name=name, command=command, secret_settings=self.secret_settings[settings or name], **rest)
-
-
-def _with_secrets(servers: Any, secret: Mapping[str, Any]) -> Any:
-    """Merge the secret flags into an environment's inference server; raise `ConfigError` if there are several."""
-    if not secret:
-        return servers
-    if isinstance(servers, list):
-        raise ConfigError(
-            f"--openai.{next(iter(secret))}: openai is a list of {len(servers)} servers in the file; set it there"
-        )
-    return merge(servers, secret)

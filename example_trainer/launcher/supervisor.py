@@ -87,6 +87,9 @@ class Supervisor:
     def __contains__(self, name: str) -> bool:
         return name in self._children
 
+    def find(self, name: str) -> Child | None:
+        return self._children.get(name)
+
     def __iter__(self) -> Iterator[Child]:
         return iter(list(self._children.values()))
 
