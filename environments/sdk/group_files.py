@@ -13,7 +13,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from html import escape
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +21,7 @@ import msgspec
 
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.files import RecentLines, free_path, write_whole
+from atropos_api.common.html_pages import as_html, make_page
 from atropos_api.wire.groups import Group
 
 UNLIMITED_STEPS = 1_000_000_000
@@ -181,19 +181,6 @@ class GroupFile:
 
 MOST_GROUPS = 2000
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-details { border: 1px solid #ddd; border-radius: 6px; margin: .5rem 0; padding: .3rem .8rem }
-summary { cursor: pointer }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; padding: .6rem; margin: .2rem 0 .8rem }
-.score { font-variant-numeric: tabular-nums; font-weight: 600; padding: 0 .4rem; border-radius: 4px }
-.positive { background: #d8f0dc } .negative { background: #f8dada } .zero { background: #e8e8e8 }
-.role { color: #666; font-size: .85rem }
-.sampled { border-left: 3px solid #4a7ebb }
-"""
-
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-
 
 def write_page(source: Path, page: Path | None = None) -> Path:
     """Write the web page of a file of groups and return its path: `page`, or a free name next to the source file."""
@@ -204,14 +191,9 @@ def write_page(source: Path, page: Path | None = None) -> Path:
 
 def render(groups: Iterable[Mapping[str, Any]], *, title: str, refresh_seconds: int | None = None) -> str:
     """Return the whole page as HTML; with `refresh_seconds` the browser reloads it at that interval."""
-    again = f'<meta http-equiv="refresh" content="{refresh_seconds}">' if refresh_seconds else ""
-    body = "".join(render_group(number, group) for number, group in enumerate(groups, 1))
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{again}'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>"
-        f"<body><h1>{escape(title)}</h1>{body or '<p>No groups yet.</p>'}</body></html>\n"
-    )
+    shown = "".join(render_group(number, group) for number, group in enumerate(groups, 1))
+    body = f'<section class="card">{shown}</section>' if shown else '<p class="note">No groups yet.</p>'
+    return make_page(title, body, refresh_seconds=refresh_seconds)
 
 
 def render_group(number: int, group: Mapping[str, Any]) -> str:
@@ -254,9 +236,10 @@ def _chat(chat: Any) -> str:
 
 def _turn(turn: Any) -> str:
     if not isinstance(turn, Mapping):
-        return f"<pre>{escape(_text(turn))}</pre>"
-    role, kind = escape(str(turn.get("role", "")).capitalize()), ' class="sampled"' if _is_sampled(turn) else ""
-    return f'<div class="role">{role}</div><pre{kind}>{escape(_content(turn))}</pre>'
+        return f'<pre class="turn">{as_html(_text(turn))}</pre>'
+    kind = "turn sampled" if _is_sampled(turn) else "turn"
+    role = as_html(str(turn.get("role", "")).capitalize())
+    return f'<div class="role">{role}</div><pre class="{kind}">{as_html(_content(turn))}</pre>'
 
 
 def _content(turn: Mapping[str, Any]) -> str:
