@@ -203,8 +203,8 @@ def render_group(number: int, group: Mapping[str, Any]) -> str:
     shared = _shared_beginning([chat for chat in chats if isinstance(chat, list)])
     rest = [chat[len(shared) :] if isinstance(chat, list) else chat for chat in chats]
     rollouts = "".join(_rollout(i, score, chat) for i, (score, chat) in enumerate(zip(scores, rest, strict=False), 1))
-    badges = " ".join(_badge(score) for score in scores)
-    prompt = "".join(_turn(turn) for turn in shared)
+    badges = " ".join(render_badge(score) for score in scores)
+    prompt = render_turns(shared)
     return f"<details><summary>Group {number}, mean {mean:.3g}: {badges}</summary>{prompt}{rollouts}</details>"
 
 
@@ -224,14 +224,18 @@ def _is_sampled(turn: Any) -> bool:
 
 
 def _rollout(number: int, score: float, chat: Any) -> str:
-    return f"<details><summary>Rollout {number} {_badge(score)}</summary>{_chat(chat)}</details>"
+    return f"<details><summary>Rollout {number} {render_badge(score)}</summary>{_chat(chat)}</details>"
 
 
 def _chat(chat: Any) -> str:
     if chat is None:
         return '<p class="role">no messages were saved; set --env.include_messages true</p>'
-    turns: Sequence[Any] = chat if isinstance(chat, list) else [chat]
-    return "".join(_turn(turn) for turn in turns)
+    return render_turns(chat if isinstance(chat, list) else [chat])
+
+
+def render_turns(chat: Sequence[Any]) -> str:
+    """Return the turns of a chat as HTML."""
+    return "".join(_turn(turn) for turn in chat)
 
 
 def _turn(turn: Any) -> str:
@@ -259,6 +263,7 @@ def _text(content: Any) -> str:
     return str(content)
 
 
-def _badge(score: float) -> str:
+def render_badge(score: float) -> str:
+    """Return a score as HTML, coloured by its sign."""
     kind = "positive" if score > 0 else "negative" if score < 0 else "zero"
     return f'<span class="score {kind}">{score:.3g}</span>'
