@@ -161,7 +161,7 @@ def _servers_down(facts: Facts) -> Finding | None:
 
 
 def _tool(facts: Facts) -> Finding | None:
-    """Inference has nothing to do although rollouts are open: those wait for something else."""
+    """Inference has nothing to do although groups are open: those wait for something else."""
     reporting = [one for one in facts.connected if one.open_rollouts]
     waiting = [one for one in reporting if not one.open_requests and one.idle_seconds >= IDLE_SECONDS]
     if not waiting or len(waiting) < len(reporting):
@@ -173,7 +173,7 @@ def _tool(facts: Facts) -> Finding | None:
         rule="tool",
         edge=REQUESTS,
         severity="blocked" if facts.waits_for_batch else "slow",
-        headline=f"Inference is idle while {_count(count, 'rollout')} of {names} "
+        headline=f"Inference is idle while {_count(count, 'group')} of {names} "
         f"{'is' if count == 1 else 'are'} open: a tool, a sandbox or a reward holds them up",
         detail=f"No request has been in progress for {_span(min(one.idle_seconds for one in waiting))}."
         + (f" The oldest: {oldest.name}, for {_span(oldest.seconds)}. {_last_event(oldest)}" if oldest else ""),

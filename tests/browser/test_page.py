@@ -11,7 +11,7 @@ import pytest
 from atropos_api.client import BrokerClient
 from atropos_api.testing import served_broker
 from atropos_api.wire import EnvironmentRequest, PolicyUpdate, ServerReport
-from atropos_api.wire.reports import OpenRollout, StepMetrics, TokenReport, WaitingMember
+from atropos_api.wire.reports import OpenRollout, RunReport, StepMetrics, TokenReport, WaitingMember
 from tests.stalls import STALLS, stalled_run
 
 from .chromium import Browser, Page
@@ -108,7 +108,7 @@ def test_the_slowest_open_groups_are_told_with_what_each_unfinished_rollout_wait
         show(page, own)
         page.wait("document.querySelectorAll('.slowest tbody tr').length === 2")
         first, second = texts(page, ".slowest tbody tr")
-        for told in ("Natalia sold clips", "3 of 4", "15 times its 95 %", "rollout 3: tool python: running, 88 s ago"):
+        for told in ("Natalia sold clips", "3 of 4", "6 s: 15 times that", "rollout 3: tool python: running, 88 s ago"):
             assert told in first, first
         assert "An ordinary one" in second
         page.open("about:blank")
@@ -286,6 +286,23 @@ def test_runs_are_drawn_over_each_other(page: Page) -> None:
         keys = page.wait("document.querySelector('.chart .keys').innerText")
         assert "second: mean" in keys
         assert "first: mean" in keys
+        page.open("about:blank")
+
+
+def test_curves_are_found_by_words_of_their_names_those_without_a_panel_too(page: Page) -> None:
+    with served_broker() as own, BrokerClient(own) as client:
+        demo = begin_demo(client, 3)
+        step = StepMetrics(step=4, time=1.0, values={"mine/odd_length": 1.0, "mine/other": 2.0})
+        client.report_run(demo.run.run_id, RunReport(steps=[step]))
+        show(page, own, "#view=curves")
+        page.wait(f"{CHARTS} >= 3")
+        page.run("document.querySelector('.search input').focus()")
+        page.call("Input.insertText", text="Length")
+        shown = "[...document.querySelectorAll('.chart')].filter((one) => one.offsetParent).map((one) => one.innerText)"
+        page.wait(f"{shown}.length === 2")
+        answer, own_metric = page.run(shown)
+        assert answer.startswith("Answer length")
+        assert own_metric.startswith("mine/odd_length")
         page.open("about:blank")
 
 

@@ -29,12 +29,12 @@ function showSlowest(section, status) {
   const open = status.environments.filter((one) => one.connected && one.activity).flatMap((one) => one.activity.slowest.map((group) => ({ group, environment: one, times: one.activity.usual_seconds ? group.seconds / one.activity.usual_seconds : null })));
   const shown = open.filter(({ group }) => group.done < group.wanted).sort((a, b) => (b.times ?? 0) - (a.times ?? 0) || b.group.seconds - a.group.seconds).slice(0, MOST_SLOWEST);
   section.hidden = shown.length === 0;
-  fill(section, h("h2", {}, "Slowest open groups"), table("Slowest open groups", ["Group", "Environment", "Done", "Open for", "Usual", "Waits for"], shown.map(({ group, environment, times }) => [
+  fill(section, h("h2", {}, "Slowest open groups"), table("Slowest open groups", ["Group", "Environment", "Done", "Open for", "95 % take", "Waits for"], shown.map(({ group, environment, times }) => [
     visible(group.name),
     visible(environment.name),
     `${group.done} of ${group.wanted}`,
     span(group.seconds),
-    times === null ? "not known yet" : `${number(times)} times its 95 %`,
+    times === null ? "not known yet" : `${span(environment.activity.usual_seconds)}: ${number(times)} times that`,
     waitingFor(group),
   ]), { numeric: [2, 3] }));
 }

@@ -47,7 +47,7 @@ def test_idle_inference_with_open_rollouts_is_a_tool_or_a_sandbox():
     idle = environment(open_rollouts=12, open_requests=0, idle_seconds=14.0, slowest=[LATE])
     found = finding(**WAITING, environments=idle)
     assert (found.rule, found.edge, found.severity) == ("tool", "environment-inference", "blocked")
-    assert "12 rollouts of gsm8k are open" in found.headline
+    assert "12 groups of gsm8k are open" in found.headline
     assert "Natalia sold" in found.detail
 
 
