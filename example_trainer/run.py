@@ -107,6 +107,7 @@ def places_of(launch: Launch) -> list[str]:
         f"picture: {launch.run.plot}",
         *launch.pages,
         f"next: atropos report {launch.run.root} shows this again",
+        f"next: atropos view {launch.run.root} opens its page: curves, and answers token by token, the worst first",
         "next: atropos env init NAME begins an environment of your own (docs/howto/your-own-environment.md)",
     ]
 

@@ -98,9 +98,9 @@ STAGES = (
     Stage("verifiers", ("tests/unit/environments/test_verifiers.py",), ("verifiers>=0.1.12,<0.3",)),
     Stage("reasoning-gym", ("tests/unit/environments/test_reasoning_gym.py",), ("reasoning-gym>=0.1.19",)),
     Stage(
-        "tensorboard",
+        "trackers",
         ("tests/unit/monitoring/test_trackers.py", "tests/unit/trainer/test_flag_effects.py"),
-        ("tensorboard",),
+        ("tensorboard", "trackio"),
     ),
     Stage(
         "clients",

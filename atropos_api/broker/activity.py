@@ -96,6 +96,8 @@ class Activity:
     """The newest report of each environment, by its id."""
     trainers: dict[str, Report[TrainerActivity]] = field(default_factory=dict)
     """The newest report of each run's trainer, by the run's id."""
+    steps: dict[str, float] = field(default_factory=dict)
+    """The time at which the newest step of each run's trainer was reported."""
     batch_wait: Wait = field(default_factory=Wait)
     publish_wait: Wait = field(default_factory=Wait)
     """The trainer's wait for evaluations to release the policy."""
@@ -107,6 +109,12 @@ class Activity:
     def note_trainer(self, run_id: str, report: TrainerActivity, now: float) -> None:
         self.trainers = {known: one for known, one in self.trainers.items() if now - one.at < FORGET_SECONDS}
         self.trainers[run_id] = Report(report, now)
+
+    def note_step(self, run_id: str, now: float) -> None:
+        self.steps = {known: at for known, at in self.steps.items() if now - at < FORGET_SECONDS} | {run_id: now}
+
+    def seconds_since_step(self, run_id: str, now: float) -> float | None:
+        return max(0.0, now - self.steps[run_id]) if run_id in self.steps else None
 
     def note_hold(self, now: float, *, held: bool) -> None:
         """Record that the trainer asked if it may publish, and what it was told."""

@@ -389,6 +389,8 @@ class _Builder:
             "total_steps": config.training_steps,
             "data_dir_to_save_evals": str(self.run.evals),
             "use_wandb": config.use_wandb,
+            "use_trackio": config.use_trackio,
+            **({"trackio_name": f"{self.run.root.name}-{entry.name}"} if config.use_trackio else {}),
         }
 
     def _rollouts_to_read(self, entry: EnvironmentSettings) -> dict[str, Any]:

@@ -57,8 +57,28 @@ function fleetTable(status) {
 }
 
 function serverTable(status) {
+  const tables = [registeredTable(status), seenTable(status)].filter(Boolean);
+  return tables.length ? tables : h("p", { class: "note" }, "None is registered, and no environment reports on its servers.");
+}
+
+function registeredTable(status) {
+  if (!status.servers.length) return null;
+  const states = { serving: "ok", gone: "blocked" };
+  return table("Registered inference servers", ["Server", "State", "Heard", "Policy version", "Running", "Waiting", "KV cache free", "Address"], status.servers.map((one) => [
+    visible(one.server_id),
+    [h("span", { class: `badge ${states[one.state] || "slow"}` }, one.state), one.reason ? h("span", { class: "note" }, visible(one.reason)) : null],
+    `${span(one.quiet_seconds)} ago`,
+    one.version === null ? "–" : `${count(one.version)}${one.policy === "default" ? "" : ` of ${visible(one.policy)}`}`,
+    count(one.running),
+    count(one.waiting),
+    one.kv_free === null ? "–" : `${Math.round(100 * one.kv_free)} %`,
+    visible(one.url),
+  ]), { numeric: [3, 4, 5, 6] });
+}
+
+function seenTable(status) {
   const seen = status.environments.flatMap((one) => (one.activity ? one.activity.servers.map((server) => [one, server]) : []));
-  if (!seen.length) return h("p", { class: "note" }, "No environment reports on its servers.");
+  if (!seen.length) return null;
   return table("Inference servers as environments see them", ["Address", "Environment", "State", "Requests in progress", "Requests so far"], seen.map(([one, server]) => [
     visible(server.url), visible(one.name), h("span", { class: `badge ${server.available ? "ok" : "blocked"}` }, server.available ? "answers" : "does not answer"), count(server.open_requests), count(server.requests),
   ]), { numeric: [3, 4] });

@@ -13,7 +13,7 @@ from atropos_api.wire import Batch, Group
 from environments.sdk.groups import fill_absent
 from example_trainer.data import DataSettings, TrainingBatch, prepare_batch, report_logprobs
 from example_trainer.errors import BadBatch, MissingLogprobs
-from example_trainer.group_sequences import find_temperature, leave_out_absent
+from example_trainer.group_sequences import find_places, find_temperature, leave_out_absent
 from example_trainer.objective.advantages import AdvantageSettings, OverlongSettings, overlong_penalty
 
 SETTINGS = DataSettings(max_tokens=16, advantages=AdvantageSettings(norm="none"))
@@ -326,3 +326,12 @@ def test_the_first_batch_says_that_logprobs_are_there(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO):
         report_logprobs(Batch(number=1, run_id="r", groups=[group()]))
     assert "inference_logprobs found in batch (sample len: 4)" in caplog.text
+
+
+def test_a_rank_s_groups_are_found_in_the_whole_batch_and_equal_ones_each_have_a_place() -> None:
+    other = group(tokens=[[1, 2, 3, 4], [1, 2, 3, 5]])
+    whole = [group(), other, group((1.0, 0.0, 0.5)), group()]
+    assert find_places([other, group((1.0, 0.0, 0.5))], whole) == [1, 2]
+    assert find_places([group(), group()], whole) == [0, 3]
+    lost = group(tokens=[[9, 9, 9, 9], [9, 9, 9, 8]])
+    assert find_places([lost, other], whole) == [4, 1]
