@@ -189,6 +189,12 @@ TIME_SYNC_EXPECTED_LOSS: Final = "time/sync_expected_loss"
 TIME_SYNC_WAIT: Final = "time/sync_wait"
 """Time for which the step waited for publish, checkpoint and commit."""
 
+# Supervised fine-tuning, logged by atropos-sft beside those of training, throughput and time
+SFT_EPOCH: Final = "sft/epoch"
+"""Passes over the data up to this step, a fraction within one."""
+SFT_EVAL_LOSS: Final = "sft/eval_loss"
+"""Mean negative logprob of the learned tokens of the evaluation data, in nats; in steps that evaluate."""
+
 # Evaluation, logged by environments
 EVAL_ACCURACY: Final = "eval/accuracy"
 """Share of held-out problems answered right."""
