@@ -209,7 +209,10 @@ class ChatDataset:
         has_template = bool(getattr(self._tokenizer, "chat_template", None))
         chat = row.chat(form=self._prompt_form, has_template=has_template, system_prompt=self._system_prompt)
         if chat and not has_template:
-            raise DataUnusable(f"{where}: it is a chat, and the tokenizer has no chat template; use another tokenizer")
+            raise DataUnusable(
+                f"{where}: it is a chat, and the tokenizer has no chat template; use another tokenizer, or give "
+                "atropos-sft a --chat-template"
+            )
         prompt, tokens, mask = self._encode_chat(chat, row, where) if chat else self._encode_text(row)
         return ChatSample(
             prompt_token_ids=prompt,

@@ -60,7 +60,7 @@ DATA_SETTINGS = ("dataset", "seed", "sequences_per_step", "rows")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FineTuningData:
-    """What is learned, and what is evaluated on."""
+    """The samples to learn and to evaluate on."""
 
     samples: Sequence[Sample]
     evaluation: Sequence[Sample] = ()
@@ -128,6 +128,8 @@ class FineTuning:
         try:
             policy = load_policy(policy_options(self.training))
             policy.chat_template = self._data.chat_template
+            if policy.has_adapter:
+                self._ranks.copy_from_main(policy.masters.values())
             self._refuse_long_samples(policy.hf_config)
             self._train_step = make_train_step(self.training, policy, self._ranks)
             if checkpoint is not None and state is not None:

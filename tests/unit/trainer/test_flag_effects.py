@@ -33,7 +33,7 @@ from .flag_harness import FlagHarness, wandb_file
 from .flags_elsewhere import ELSEWHERE
 
 ROOT = Path(__file__).parents[3]
-ELSEWHERE_LOGGED = ("eval/", "perf/gpu_memory")
+ELSEWHERE_LOGGED = ("eval/", "sft/", "perf/gpu_memory")
 """Metrics that come from environments, or need a GPU."""
 EVERY_TERM = (
     "--training-steps 2 --kl-coef 1 --entropy-coef 1 --distill forward_kl --old-logprobs recomputed "
