@@ -31,13 +31,13 @@ def sft(chat_model: Path, tmp_path: Path) -> Callable[..., Path]:
     """Run `atropos-sft` with the given flags on `rows` and return the folder that it wrote."""
     from example_trainer.sft.cli import run
 
-    def start(*argv: str, rows: Rows = CHATS, folder: str = "out", model: Path = chat_model) -> Path:
+    def start(*argv: str, rows: Rows = CHATS, folder: str = "out", model: Path = chat_model, code: int = 0) -> Path:
         data = write_rows(tmp_path / f"{folder}.jsonl", rows)
         usual = (
             f"--dtype float32 --device cpu --optimizer adamw --lr 1e-2 --batch-size 2 --save-path {tmp_path / folder}"
         )
         named = ["--model-name", str(model), "--dataset", str(data), "--gradient-accumulation-steps", "2"]
-        assert run([*named, *usual.split(), *argv]) == 0
+        assert run([*named, *usual.split(), *argv]) == code
         return tmp_path / folder
 
     return start

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +86,23 @@ def test_a_run_that_dies_and_resumes_ends_with_the_weights_of_one_that_does_not(
     sft(*flags, "--resume", "auto", folder="killed")
     assert same_weights(whole / "latest", killed / "latest")
     assert [row["train/loss"] for row in rows_of(killed)] == [row["train/loss"] for row in rows_of(whole)]
+
+
+def test_a_stop_ends_the_run_after_its_step_with_a_checkpoint(sft: Sft, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = JsonlTracker.log
+
+    def stop(self: JsonlTracker, step: int, metrics: Any) -> None:
+        log(self, step, metrics)
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as stopping:
+        stopping.setattr(JsonlTracker, "log", stop)
+        folder = sft("--num-epochs", "2", code=128 + signal.SIGTERM)
+    assert [path.name for path in list_checkpoints(folder)] == ["checkpoint-2"]
+    assert not (folder / "final_model").exists()
+    sft("--num-epochs", "2", "--resume", "auto")
+    assert [row["step"] for row in rows_of(folder)] == list(range(1, 11))
 
 
 def test_final_model_is_a_model_folder_for_transformers_and_for_grpo(
