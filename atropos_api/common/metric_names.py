@@ -116,6 +116,11 @@ MISMATCH_BOUNDED_FRACTION: Final = "mismatch/bounded_fraction"
 """Share of trained tokens whose ratio --mismatch-correction truncates or masks."""
 OFF_POLICY_FRACTION: Final = "grpo/off_policy_fraction"
 """Share of trained tokens that --off-policy-mask masks."""
+SECOND_MOMENT: Final = "grpo/second_moment"
+"""Mean squared log-ratio, policy to sampler, of the tokens that their advantage pushes away from the sampler; only with
+--loss-type m2po."""
+SECOND_MOMENT_KEPT: Final = "grpo/second_moment_kept"
+"""The same without the tokens that it masks: at most --m2-threshold."""
 
 # Logprobs
 LOGPROBS_TRAINING_MEAN: Final = "logprobs/training_mean"
