@@ -27,6 +27,7 @@ from example_trainer.monitoring.health import limit_table, sign_table
 from example_trainer.options.presets import ENVIRONMENT_OPTIONS, PRESETS, Preset
 from example_trainer.serving import metrics as serving_metrics
 from example_trainer.serving.config import ServerConfig
+from example_trainer.sft.cli import SftCommand
 
 CLI_INTRODUCTION = """\
 # Command lines
@@ -159,6 +160,9 @@ def cli_page() -> str:
         "## `atropos-grpo-run`: broker, vLLM, environment and trainer at once\n",
         LAUNCHER_INTRODUCTION,
         option_table(launcher),
+        "## `atropos-sft`: supervised fine-tuning\n",
+        "[SFT, then GRPO](../howto/sft.md) is the guide. Its exit codes are 0, 2 and 128 + n below.\n",
+        option_table(list_options(SftCommand)),
         "## `python -m example_trainer.vllm_api_server`: the inference server\n",
         "Every other option of vLLM is accepted too.\n",
         option_table(list_options(ServerConfig)),

@@ -22,6 +22,7 @@ LossType = Literal[
     "vespo",
     "gpg",
     "dppo",
+    "m2po",
     "reinforce_with_baseline",
     "no_baseline",
 ]
@@ -41,9 +42,21 @@ PUBLISHED_FORMS: Mapping[str, Mapping[str, object]] = {
     "sapo": {"loss_aggregation": "sequence"},
     "vespo": {"loss_aggregation": "token"},
     "gpg": {"loss_aggregation": "token", "advantage_norm": "none"},
-    "dppo": {"loss_aggregation": "token", "clip_eps": 0.15, "clip_eps_high": 0.15},
+    "dppo": {"loss_aggregation": "token", "clip_eps": 0.15, "clip_eps_high": 0.15, "cispo_cap": 20.0},
+    "m2po": {"loss_aggregation": "token"},
 }
 """Settings, besides the surrogate, that a loss type takes from its paper unless the user sets them."""
+
+NAMES_ELSEWHERE: Mapping[str, str] = {
+    "bnpo": "dapo, or grpo: TRL's bnpo divides by the tokens of one micro-batch, and here the whole step's are counted",
+    "clip_cov": "m2po or dppo, which also mask few tokens",
+    "dppo_kl": "dppo, whose divergence is the total variation",
+    "dppo_tv": "dppo",
+    "geo_mean": "gmpo",
+    "kl_cov": "m2po or dppo, which also mask few tokens",
+    "vanilla": "grpo",
+}
+"""Losses by their names in TRL and verl that are not names here, each with the nearest that is."""
 
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """A part of the user's own, named as `package.module:function`."""
@@ -96,6 +109,12 @@ class ObjectiveOptions(BaseModel):
     vespo_k_neg: float = Field(3.0, ge=0.0, description="Power k in that weight where the advantage is negative.")
     vespo_lambda_neg: float = Field(
         2.0, gt=0.0, description="Decay lambda in that weight where the advantage is negative."
+    )
+    m2_threshold: float = Field(
+        0.04,
+        gt=0.0,
+        description="Bound of --loss-type m2po on the mean squared log-ratio, policy to sampler, of the tokens that "
+        "their advantage pushes away from the sampler; those with the largest are masked.",
     )
     tis_cap: float = Field(
         2.0, gt=0.0, description="Upper bound of importance weights: of --importance-sampling or --mismatch-correction."
@@ -206,6 +225,8 @@ class ObjectiveOptions(BaseModel):
     @field_validator("loss_type")
     @classmethod
     def _check_loss_type(cls, value: str) -> str:
+        if value in NAMES_ELSEWHERE:
+            raise ValueError(f"{value} is not a loss type here; use {NAMES_ELSEWHERE[value]}")
         known = get_args(LossType)
         if value in known or IMPORT_PATH.fullmatch(value):
             return value

@@ -37,6 +37,7 @@ def from_flags(*argv: str) -> TrainingConfig:
         ("vespo", "token", "group", (0.2, 0.2)),
         ("gpg", "token", "none", (0.2, 0.2)),
         ("dppo", "token", "group", (0.15, 0.15)),
+        ("m2po", "token", "group", (0.2, 0.2)),
     ],
 )
 def test_a_loss_by_name_brings_the_form_of_its_paper(
@@ -110,6 +111,9 @@ REFUSED = [
     ({"loss_type": "gmpo", "importance_sampling": "masked"}, "set --clip-eps and leave"),
     ({"loss_type": "sapo", "importance_sampling": "truncated"}, "--sapo-temperature-pos"),
     ({"loss_type": "dppo", "importance_sampling": "truncated"}, "--clip-eps and --cispo-cap"),
+    ({"loss_type": "m2po", "importance_sampling": "masked"}, "--m2-threshold"),
+    ({"loss_type": "bnpo"}, "bnpo is not a loss type here; use dapo, or grpo"),
+    ({"loss_type": "geo_mean"}, "use gmpo"),
     ({"loss_type": "vespo", "importance_sampling": "truncated"}, "--vespo-k-pos"),
     (
         {"loss_type": "vespo", "old_logprobs": "recomputed", "mismatch_correction": "token_mask"},

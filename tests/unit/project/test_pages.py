@@ -28,6 +28,7 @@ from example_trainer.launcher.run_file import RunConfig
 from example_trainer.options.modes import MODES
 from example_trainer.options.presets import PRESETS
 from example_trainer.serving.config import ServerConfig
+from example_trainer.sft.cli import SftCommand
 
 from .programs import environment_class
 
@@ -142,7 +143,16 @@ def test_each_setting_of_each_environment_is_in_the_reference(section: str) -> N
 
 def test_the_help_of_each_option_is_a_sentence() -> None:
     """It begins with a capital letter, or with a value or name of the code, and ends with a full stop."""
-    models = [BrokerConfig, RunConfig, TrainerCommand, ServerConfig, MemoryOptions, TopConfig, RunViewOptions]
+    models = [
+        BrokerConfig,
+        RunConfig,
+        TrainerCommand,
+        SftCommand,
+        ServerConfig,
+        MemoryOptions,
+        TopConfig,
+        RunViewOptions,
+    ]
     models += [EnvironmentCommand, BaseEnvConfig, APIServerConfig, ViewOptions, SftOptions, DpoOptions]
     models += [ScaleOptions, DrainOptions]
     models += [type(environment_class(name).config_init()[0]) for name in SHIPPED]

@@ -191,6 +191,9 @@ _OBJECTIVE = {
     "vespo_lambda_pos": Effect(argv="--vespo-lambda-pos 1", beside="--loss-type vespo", holds=_other("train/loss")),
     "vespo_k_neg": Effect(argv="--vespo-k-neg 1", beside="--loss-type vespo", holds=_other("train/loss")),
     "vespo_lambda_neg": Effect(argv="--vespo-lambda-neg 1", beside="--loss-type vespo", holds=_other("train/loss")),
+    "m2_threshold": Effect(
+        argv="--m2-threshold 1e-9", beside="--loss-type m2po", holds=_other("grpo/second_moment_kept")
+    ),
     "tis_cap": Effect(argv="--tis-cap 1.1", beside="--importance-sampling truncated", holds=_other("train/loss")),
     "tis_floor": Effect(argv="--tis-floor 0.9", beside="--importance-sampling truncated", holds=_other("train/loss")),
     "log_ratio_clamp": Effect(
