@@ -13,12 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from atropos_api.common.identity import is_this_host
 from atropos_api.common.secrets import TOKEN_VARIABLE, TokenSource
 from example_trainer.launcher.run_file import RunConfig, RunSettings
 from example_trainer.launcher.teacher import TEACHER_SERVER, own_teacher
 from example_trainer.memory.fit import ServerShares, with_changes
 from example_trainer.memory.preflight import is_given, preflight, serves_on, trainer_gpu
 from example_trainer.processes.ports import LOOPBACK, as_port, free_port, free_ports, require_free
+
+EVERY_ADDRESS = frozenset({"0.0.0.0", "::"})  # noqa: S104  a server of ours listens there only if it is asked to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,10 +37,13 @@ class Endpoints:
     """Addresses of inference servers that this launch does not start."""
     teacher_port: int | None = None
     """Port of the teacher's server; None if this launch does not start it."""
+    host: str = LOOPBACK
+    """Address at which the inference servers on this host listen."""
 
     @property
     def vllm_urls(self) -> tuple[str, ...]:
-        return self.remote_urls or tuple(f"http://{LOOPBACK}:{port}" for port in self.vllm_ports)
+        host = LOOPBACK if self.host in EVERY_ADDRESS else self.host
+        return self.remote_urls or tuple(f"http://{host}:{port}" for port in self.vllm_ports)
 
 
 def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> Endpoints:
@@ -56,6 +62,7 @@ def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> En
         vllm_ports=ports,
         remote_urls=remote,
         teacher_port=_teacher_port(settings, held),
+        host=_host(settings),
     )
 
 
@@ -103,6 +110,13 @@ def _memory_settings(section: Mapping[str, Any]) -> dict[str, Any]:
         with suppress(KeyError, ValueError, TypeError):  # the server's own parser refuses what is no number
             found[name] = read(section[name])
     return found
+
+
+def _host(settings: RunSettings) -> str:
+    """Return the address at which the servers on this host listen: loopback, unless another one of its is asked for."""
+    config = settings.trainer
+    asked = settings.section("vllm").get("host") or config.vllm_host
+    return str(asked) if is_this_host(str(asked)) else LOOPBACK
 
 
 def _broker_port(settings: RunSettings, held: ExitStack | None) -> int:
