@@ -103,7 +103,7 @@ def places_of(launch: Launch) -> list[str]:
     """Return the last lines of a run's output: its paths on disk and suggested next commands."""
     return [
         f"run directory: {launch.run.root}",
-        f"picture: {launch.run.plot}",
+        *([f"picture: {launch.run.plot}"] if launch.run.plot.exists() else []),
         *launch.pages,
         f"next: atropos report {launch.run.root} shows this again",
         "next: atropos env init NAME begins an environment of your own (docs/howto/your-own-environment.md)",

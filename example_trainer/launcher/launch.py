@@ -48,6 +48,7 @@ from example_trainer.launcher.supervisor import Supervisor
 from example_trainer.launcher.teacher import MODEL_FLAG, TEACHER, own_teacher
 from example_trainer.launcher.totals import processor_use
 from example_trainer.monitoring.trackers import EVENTS_FILE, MetricsTail
+from example_trainer.options.vllm_settings import refuse_unknown
 from example_trainer.processes.child import ChildFailed, ChildSpec
 from example_trainer.processes.ports import LOOPBACK
 from example_trainer.processes.tree import adopt_orphans, is_alive, python_path
@@ -270,6 +271,8 @@ class Launch:
 def plan_launch(settings: RunSettings) -> Launch:
     """Return a launch for `settings`; nothing is written yet."""
     config = settings.trainer
+    refuse_unknown(section := settings.section(VLLM), where="vllm:")
+    refuse_unknown(config.vllm_settings.keys() - section.keys(), where="--vllm-settings")
     if "atropos_url" not in config.model_fields_set:  # else other environments may fill a batch
         require_fillable(settings.environments, settings.flags["env"].values, config.sequences_per_batch)
     run = plan_run_dir(config.run_dir, name=config.name, log_dir=config.log_dir, resume=config.resume is not None)

@@ -369,7 +369,7 @@ class _Builder:
 
     def _environment_defaults(self, entry: EnvironmentSettings) -> dict[str, Any]:
         config = self.settings.trainer
-        own = self._observability()
+        own, is_alone = self._observability(), len(self.settings.environments) == 1
         if config.metrics_port is not None:
             # The trainer has this port, the environments those after it; 0 is any free port for each of them.
             after = config.metrics_port and config.metrics_port + 1 + self.settings.environments.index(entry)
@@ -378,7 +378,7 @@ class _Builder:
             "rollout_server_url": self.endpoints.broker_url,
             "tokenizer_name": self.model,
             "total_steps": config.training_steps,
-            "data_dir_to_save_evals": str(self.run.evals),
+            "data_dir_to_save_evals": str(self.run.evals if is_alone else self.run.evals / entry.name),
             "use_wandb": config.use_wandb,
         }
 

@@ -62,8 +62,6 @@ def with_vllm_section(
     section overrides the trainer's options of the same meaning. A remark names an option without effect.
     """
     given = {name: value for name, value in section.items() if value is not None}
-    refuse_unknown(given, where="vllm")
-    refuse_unknown(config.vllm_settings, where="--vllm-settings")
     if given and no_server:
         names = ", ".join(f"vllm.{name}" for name in given)
         return config, [f"{names}: no effect, since no server of the policy is started here; give it to the server"]
@@ -80,9 +78,11 @@ def with_own_section(
     In `lora_only` a server may run already, for which the section was written: it says nothing of the address then.
     """
     given = {name: value for section in sections for name, value in below_flags(section, typed).items()}
+    if config.may_start_server:
+        refuse_unknown(given, where="vllm:")
+    refuse_unknown(config.vllm_settings, where="--vllm-settings")
     if config.servers_outlive_publish and config.may_start_server:
         own = {name: value for name, value in given.items() if name not in {"host", "port", *DECIDED}}
-        refuse_unknown(own, where="vllm")
         return _merged(config, own)
     return with_vllm_section(config, given)
 

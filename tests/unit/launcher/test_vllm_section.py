@@ -12,6 +12,7 @@ import pytest
 from atropos_api.common.cliconfig import ConfigError
 from example_trainer import cli
 from example_trainer.config import TrainingConfig
+from example_trainer.launcher.launch import plan_launch
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.testing import make_tiny_model
 from example_trainer.vllm_manager import VllmOptions
@@ -71,8 +72,9 @@ def test_a_trainer_without_launcher_starts_its_server_with_the_section_too(
 @pytest.mark.parametrize("flags", [("--vllm.max_num_seq", "3"), ("--vllm-settings", "max_num_seq=3")])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_misspelt_option_of_vllm_is_refused_before_anything_starts(mode: str, flags: tuple[str, str]) -> None:
+    settings = read_settings(["--model-name", "m", "--weight-bridge-mode", mode, *OWN_ENVIRONMENT, *flags])
     with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
-        read_settings(["--model-name", "m", "--weight-bridge-mode", mode, *OWN_ENVIRONMENT, *flags])
+        plan_launch(settings)
 
 
 def test_lora_only_uses_a_server_on_another_machine_and_starts_none(tmp_path: Path) -> None:
