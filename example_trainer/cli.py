@@ -30,7 +30,7 @@ from atropos_api.common.option_flags import named_in
 from atropos_api.common.secrets import TokenSource, public_settings
 from atropos_api.common.tracing import open_tracing
 from example_trainer.config import TrainingConfig, settings_from
-from example_trainer.launcher.base_model import require_model
+from example_trainer.launcher.base_model import refuse_missing_layers, require_model
 from example_trainer.launcher.run_dir import provenance, require_writable, write_json
 from example_trainer.launcher.run_file import read_sections, trainer_settings
 from example_trainer.memory.fit import with_changes
@@ -132,6 +132,7 @@ def run(argv: list[str]) -> int:
         sys.stderr.writelines(f"{warning}\n" for warning in (*remarks, *config.warnings()))
         return 0
     require_model(config.model_name)
+    refuse_missing_layers(config)
     if config.ref_model is not None:
         require_model(config.ref_model, "--ref-model")
     name = "trainer" if config.world_size == 1 else f"trainer {config.trainer_rank}"

@@ -53,10 +53,12 @@ def run(argv: list[str]) -> int:
     from example_trainer.launcher.launch import plan_launch
 
     launch = plan_launch(settings)
+    # A layout may be asked for its numbers on a machine on which it does not fit.
+    if not settings.trainer.dry_run or settings.layout is None:
+        _refuse_large(settings)
     if settings.trainer.dry_run:
         sys.stdout.write(describe(launch))
         return 0
-    _refuse_large(settings)
     return carry_out(launch, argv)
 
 
@@ -128,10 +130,11 @@ def describe(launch: Launch) -> str:
 
 
 def _refuse_large(settings: RunSettings) -> None:
-    """Raise `ConfigError` for a layout of more than the one trainer process that the launcher starts."""
-    if settings.layout is not None and settings.layout.world_size > 1:
+    """Raise `ConfigError` for more than the one trainer process that the launcher starts."""
+    if (count := settings.trainer.world_size) > 1:
+        said = f"--world-size {count}" if settings.layout is None else f"placement: the layout has {count} workers"
         raise ConfigError(
-            f"placement: the layout has {settings.layout.world_size} workers, and atropos-grpo-run starts one trainer "
+            f"{said}, and atropos-grpo-run starts one trainer "
             "process on this host; start the others with torchrun, and servers with vllm_api_server --broker-url "
             "(docs/howto/servers-that-come-and-go.md)"
         )

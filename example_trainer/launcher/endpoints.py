@@ -21,7 +21,7 @@ from example_trainer.memory.fit import ServerShares, with_changes
 from example_trainer.memory.preflight import is_given, preflight, serves_on, trainer_gpu
 from example_trainer.processes.ports import LOOPBACK, as_port, free_port, free_ports, require_free
 
-EVERY_ADDRESS = frozenset({"0.0.0.0", "::"})  # noqa: S104  a server of ours listens there only if it is asked to
+EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104  a server of ours listens there only if it is asked to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,12 +37,12 @@ class Endpoints:
     """Addresses of inference servers that this launch does not start."""
     teacher_port: int | None = None
     """Port of the teacher's server; None if this launch does not start it."""
-    host: str = LOOPBACK
+    server_host: str = LOOPBACK
     """Address at which the inference servers on this host listen."""
 
     @property
     def vllm_urls(self) -> tuple[str, ...]:
-        host = LOOPBACK if self.host in EVERY_ADDRESS else self.host
+        host = LOOPBACK if self.server_host in EVERYWHERE else self.server_host
         return self.remote_urls or tuple(f"http://{host}:{port}" for port in self.vllm_ports)
 
 
@@ -62,7 +62,7 @@ def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> En
         vllm_ports=ports,
         remote_urls=remote,
         teacher_port=_teacher_port(settings, held),
-        host=_host(settings),
+        server_host=_server_host(settings),
     )
 
 
@@ -112,7 +112,7 @@ def _memory_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _host(settings: RunSettings) -> str:
+def _server_host(settings: RunSettings) -> str:
     """Return the address at which the servers on this host listen: loopback, unless another one of its is asked for."""
     config = settings.trainer
     asked = settings.section("vllm").get("host") or config.vllm_host

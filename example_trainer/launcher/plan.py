@@ -333,9 +333,8 @@ class _Builder:
         own |= self._cache(config, self._memory_share(), given)
         if self.settings.trainer.load_in_4bit:
             own |= {"tokenizer": self.model, "served_model_name": [self.model]}
-        return (
-            {"host": self.endpoints.host} | server_settings(self.settings.trainer, index) | own | self._observability()
-        )
+        asked = server_settings(self.settings.trainer, index)
+        return {"host": self.endpoints.server_host} | asked | own | self._observability()
 
     def _served_dtype(self) -> str:
         """Return `--dtype`, or for `auto` the checkpoint's if it is known: vLLM's own lowers float32 to bfloat16."""

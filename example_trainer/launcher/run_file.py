@@ -30,7 +30,7 @@ from atropos_api.common.cliconfig import (
 )
 from atropos_api.common.option_flags import aliases, named_in
 from atropos_api.common.secrets import redact, redact_arguments
-from example_trainer.config import TrainingConfig
+from example_trainer.config import TrainingConfig, settings_from
 from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, read_environments
 from example_trainer.launcher.teacher import TEACHER, TEACHER_SERVER, check_teacher, own_teacher, unused_distillation
 from example_trainer.options.layout import BadLayout, DistributedLayout
@@ -178,7 +178,14 @@ class RunSettings:
 def read_settings(argv: Sequence[str]) -> RunSettings:
     """Read `argv` and the files it names; raise `ConfigError` with one line for anything that cannot be used."""
     own, flags = split_section_flags(hand_on_environment_options(argv))
+    launched = settings_from(os.environ)
+    if launched.get("world_size", 1) != 1:
+        raise ConfigError(
+            f"$WORLD_SIZE is {launched['world_size']}: {PROG} would start every program once for each process; start "
+            "the trainer with it (atropos-grpo, or example_trainer/grpo.py), and the other programs by themselves"
+        )
     trainer, own, paths = trainer_settings(own, default_mode=_DEFAULT_MODE)
+    trainer = launched | trainer
     sections: dict[str, Any] = {}
     layout: DistributedLayout | None = None
     for path in paths:
