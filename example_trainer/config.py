@@ -24,7 +24,8 @@ class TrainingConfig(TrainingOptions):
     @model_validator(mode="after")
     def _refuse_what_cannot_work(self) -> TrainingConfig:
         if reason := reason_to_refuse(self):
-            raise ValueError(reason)
+            chosen = f" (--preset {self.preset} is set; files and flags override its settings)" if self.preset else ""
+            raise ValueError(f"{reason}{chosen}")
         return self
 
 
