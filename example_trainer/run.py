@@ -54,10 +54,12 @@ def run(argv: list[str]) -> int:
     from example_trainer.launcher.launch import plan_launch
 
     launch = plan_launch(settings)
+    # A layout may be asked for its numbers on a machine on which it does not fit.
+    if not settings.trainer.dry_run or settings.layout is None:
+        _refuse_large(settings)
     if settings.trainer.dry_run:
         sys.stdout.write(describe(launch))
         return 0
-    _refuse_large(settings)
     return carry_out(launch, argv)
 
 
@@ -104,7 +106,7 @@ def places_of(launch: Launch) -> list[str]:
     """Return the last lines of a run's output: its paths on disk and suggested next commands."""
     return [
         f"run directory: {launch.run.root}",
-        f"picture: {launch.run.plot}",
+        *([f"picture: {launch.run.plot}"] if launch.run.plot.exists() else []),
         *launch.pages,
         f"next: atropos report {launch.run.root} shows this again",
         f"next: atropos view {launch.run.root} opens its page: curves, and answers token by token, the worst first",
@@ -130,12 +132,13 @@ def describe(launch: Launch) -> str:
 
 
 def _refuse_large(settings: RunSettings) -> None:
-    """Raise `ConfigError` for a layout of more than the one trainer process that the launcher starts here."""
-    if settings.layout is not None and settings.layout.world_size > 1 and not settings.placement.is_ray:
+    """Raise `ConfigError` for more than the one trainer process that the launcher starts on this host."""
+    if (count := settings.trainer.world_size) > 1 and not settings.placement.is_ray:
+        said = f"--world-size {count}" if settings.layout is None else f"placement: the layout has {count} workers"
         raise ConfigError(
-            f"placement: the layout has {settings.layout.world_size} workers, and atropos-grpo-run starts one trainer "
-            "process on this host; use --placement ray (docs/howto/ray.md), or start the others with torchrun, and "
-            "servers with vllm_api_server --broker-url (docs/howto/servers-that-come-and-go.md)"
+            f"{said}, and atropos-grpo-run starts one trainer process on this host; use --placement ray "
+            "(docs/howto/ray.md), or start the others with torchrun, and servers with vllm_api_server --broker-url "
+            "(docs/howto/servers-that-come-and-go.md)"
         )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.identity import is_this_host
 from atropos_api.common.secrets import TOKEN_VARIABLE, TokenSource
 from example_trainer.launcher.run_file import RunConfig, RunSettings
 from example_trainer.launcher.teacher import TEACHER_SERVER, own_teacher
@@ -22,7 +23,7 @@ from example_trainer.memory.fit import ServerShares, with_changes
 from example_trainer.memory.preflight import is_given, preflight, serves_on, trainer_gpu
 from example_trainer.processes.ports import LOOPBACK, as_port, free_port, free_ports, require_free
 
-EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - for servers on nodes of a cluster; the broker lists the one it is called from
+EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104  a server of ours listens there only if it is asked to, or is placed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +47,8 @@ class Endpoints:
     @property
     def vllm_urls(self) -> tuple[str, ...]:
         """The addresses of the servers that are known before they start."""
-        return self.remote_urls or tuple(f"http://{LOOPBACK}:{port}" for port in self.vllm_ports if port)
+        host = LOOPBACK if self.server_host in EVERYWHERE else self.server_host
+        return self.remote_urls or tuple(f"http://{host}:{port}" for port in self.vllm_ports if port)
 
 
 def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> Endpoints:
@@ -67,7 +69,7 @@ def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> En
         remote_urls=remote,
         teacher_port=_teacher_port(settings, held),
         broker_host=host,
-        server_host=EVERY_ADDRESS if settings.placement.is_ray else LOOPBACK,
+        server_host=_server_host(settings),
     )
 
 
@@ -127,6 +129,17 @@ def _memory_settings(section: Mapping[str, Any]) -> dict[str, Any]:
         with suppress(KeyError, ValueError, TypeError):  # the server's own parser refuses what is no number
             found[name] = read(section[name])
     return found
+
+
+def _server_host(settings: RunSettings) -> str:
+    """Return the address at which servers of this launch listen: loopback, unless another one of this host is asked for.
+
+    A server that is placed listens everywhere: the broker lists the address that its node is reached at.
+    """
+    if settings.placement.is_ray:
+        return "0.0.0.0"  # noqa: S104
+    asked = str(settings.section("vllm").get("host") or settings.trainer.vllm_host)
+    return asked if is_this_host(asked) else LOOPBACK
 
 
 def _broker_port(settings: RunSettings, held: ExitStack | None, host: str) -> int:

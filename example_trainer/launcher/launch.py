@@ -17,6 +17,7 @@ import psutil
 
 from atropos_api.client import BrokerClient
 from atropos_api.common import metric_names
+from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.secrets import TokenSource, public_settings
 from example_trainer.errors import TrainerError
 from example_trainer.launcher.base_model import (
@@ -24,6 +25,7 @@ from example_trainer.launcher.base_model import (
     LocalBase,
     discard_other_base,
     local_base,
+    refuse_missing_layers,
     require_model,
     require_on_hub,
 )
@@ -51,9 +53,10 @@ from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig, RunSet
 from example_trainer.launcher.run_report import report_line
 from example_trainer.launcher.summary import Summary, summarise, write_rollout_pages
 from example_trainer.launcher.supervisor import Supervisor
-from example_trainer.launcher.teacher import MODEL_FLAG, TEACHER, own_teacher
+from example_trainer.launcher.teacher import MODEL_FLAG, TEACHER, TEACHER_SERVER, own_teacher
 from example_trainer.launcher.totals import processor_use
 from example_trainer.monitoring.trackers import EVENTS_FILE, MetricsTail
+from example_trainer.options.vllm_settings import refuse_unknown
 from example_trainer.processes.child import ChildFailed, ChildSpec
 from example_trainer.processes.ports import LOOPBACK
 from example_trainer.processes.tree import adopt_orphans, is_alive, python_path
@@ -319,6 +322,13 @@ class Launch:
 def plan_launch(settings: RunSettings) -> Launch:
     """Return a launch for `settings`; nothing is written yet."""
     config = settings.trainer
+    refuse_unknown(section := settings.section(VLLM), where="vllm:")
+    refuse_unknown(config.vllm_settings.keys() - section.keys(), where="--vllm-settings")
+    if (own := own_teacher(settings)) is not None:
+        refuse_unknown({**own.vllm, **settings.flags[TEACHER_SERVER].values}, where=f"{TEACHER_SERVER}:")
+    refuse_missing_layers(config)
+    if config.resume not in {None, "auto"} and not Path(config.resume).exists():
+        raise ConfigError(f"--resume {config.resume}: no such directory; name a checkpoint-N directory, or auto")
     if "atropos_url" not in config.model_fields_set:  # else other environments may fill a batch
         require_fillable(settings.environments, settings.flags["env"].values, config.sequences_per_batch)
     run = plan_run_dir(config.run_dir, name=config.name, log_dir=config.log_dir, resume=config.resume is not None)

@@ -41,6 +41,7 @@ from example_trainer.memory.preflight import cache_on_shared_gpu
 from example_trainer.memory.shapes import local_shape
 from example_trainer.options.server import server_settings
 from example_trainer.options.training_options import TrainingOptions
+from example_trainer.options.vllm_settings import MEMORY_SETTINGS
 from example_trainer.options.without_effect import SERVER_FIELDS
 from example_trainer.processes.child import ChildSpec
 from example_trainer.processes.gpus import gpu_names
@@ -56,10 +57,6 @@ MANIFEST_NAME = "vllm_bridge_config.json"
 MANY_CORES = 8
 
 _AS_TEACHER = {"weight_bridge_mode": "none", "vllm_tensor_parallel_size": 1, "vllm_quantization": None}
-_OVER_MEMORY = frozenset(
-    {"kv_cache_memory_bytes", "gpu_memory_utilization", "dtype", "quantization", "tensor_parallel_size", "max_loras"}
-)
-"""Settings of a server by which its memory is another than the trainer's options say."""
 
 # Newest groups of each environment that are kept in the run directory.
 GROUPS_TO_READ = 200
@@ -181,8 +178,9 @@ class _Builder:
         )
 
     def vllm(self, index: int) -> ChildSpec:
-        name, flags = server_name(index), self.settings.flags["vllm"].without("port", "model", "server_id")
-        content = merge(self._vllm_defaults(index) | dict(self.settings.sections["vllm"]), flags.secret_values)
+        name, flags = server_name(index), self.settings.flags[VLLM].without("port", "model", "server_id")
+        given = {**self.settings.sections[VLLM], **self.settings.trainer.vllm_settings}
+        content = merge(self._vllm_defaults(index) | given, flags.secret_values)
         own: dict[str, Any] = {"model": self._base, "port": self.endpoints.vllm_ports[index]}
         if self.settings.trainer.load_in_4bit:
             own["await_model"] = True  # the trainer writes the base once it has loaded the model
@@ -232,7 +230,8 @@ class _Builder:
         own["served_model_name"] = [self.model]
         if config.trains_adapter:
             own |= {"model": self._base, "adapter": str(checkpoint)}
-        path = self._write(FINAL_SERVER, {VLLM: self._vllm_defaults(0) | self.settings.section(VLLM) | own})
+        # The trainer's settings have those of the section already.
+        path = self._write(FINAL_SERVER, {VLLM: self._vllm_defaults(0) | own})
         command = self._command(self.programs.vllm, path)
         return self._child(FINAL_SERVER, command, environment=self._server_environment(0), may_restart=True)
 
@@ -340,11 +339,12 @@ class _Builder:
     def _vllm_defaults(self, index: int) -> dict[str, Any]:
         config = with_changes(self.settings.trainer, {"model_name": self.model})
         own: dict[str, Any] = {"dtype": self._served_dtype(), "gpu_memory_utilization": self._memory_share()}
-        own |= self._cache(config, self._memory_share(), self.settings.section(VLLM))
+        given = {**self.settings.section(VLLM), **config.vllm_settings}
+        own |= self._cache(config, self._memory_share(), given)
         if self.settings.trainer.load_in_4bit:
             own |= {"tokenizer": self.model, "served_model_name": [self.model]}
-        served = server_settings(self.settings.trainer, index) | own | self._observability()
-        return {"host": self.endpoints.server_host} | served
+        asked = server_settings(self.settings.trainer, index)
+        return {"host": self.endpoints.server_host} | asked | own | self._observability()
 
     def _served_dtype(self) -> str:
         """Return `--dtype`, or for `auto` the checkpoint's if it is known: vLLM's own lowers float32 to bfloat16."""
@@ -364,7 +364,7 @@ class _Builder:
 
     def _cache(self, config: TrainingOptions, share: float, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the size of a server's cache if its GPU is not its own, unless the server's own settings decide."""
-        if not _OVER_MEMORY.isdisjoint(given):
+        if not MEMORY_SETTINGS.isdisjoint(given):
             return {}
         beside_server = servers_on_one_gpu(self.settings.trainer) > 1 or (
             self.teacher is not None and self.teacher.gpu is None
@@ -378,7 +378,7 @@ class _Builder:
 
     def _environment_defaults(self, entry: EnvironmentSettings) -> dict[str, Any]:
         config = self.settings.trainer
-        own = self._observability()
+        own, is_alone = self._observability(), len(self.settings.environments) == 1
         if config.metrics_port is not None:
             # The trainer has this port, the environments those after it; 0 is any free port for each of them.
             after = config.metrics_port and config.metrics_port + 1 + self.settings.environments.index(entry)
@@ -387,7 +387,7 @@ class _Builder:
             "rollout_server_url": self.endpoints.broker_url,
             "tokenizer_name": self.model,
             "total_steps": config.training_steps,
-            "data_dir_to_save_evals": str(self.run.evals),
+            "data_dir_to_save_evals": str(self.run.evals if is_alone else self.run.evals / entry.name),
             "use_wandb": config.use_wandb,
             "use_trackio": config.use_trackio,
             **({"trackio_name": f"{self.run.root.name}-{entry.name}"} if config.use_trackio else {}),

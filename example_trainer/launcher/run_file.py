@@ -28,9 +28,9 @@ from atropos_api.common.cliconfig import (
     nearest,
     read_config_file,
 )
-from atropos_api.common.option_flags import aliases
+from atropos_api.common.option_flags import aliases, named_in
 from atropos_api.common.secrets import redact, redact_arguments
-from example_trainer.config import TrainingConfig
+from example_trainer.config import TrainingConfig, settings_from
 from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, read_environments
 from example_trainer.launcher.placement.settings import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -45,6 +45,7 @@ from example_trainer.options.layout import BadLayout, DistributedLayout
 from example_trainer.options.modes import BridgeMode
 from example_trainer.options.presets import hand_on_environment_options
 from example_trainer.options.publish import THIS_HOST
+from example_trainer.options.server import below_flags, with_vllm_section
 from example_trainer.options.without_effect import SERVER_FIELDS, settings_without_effect
 from example_trainer.processes.gpus import serves_from_gpu
 from example_trainer.processes.tree import PACKAGE_ROOT
@@ -123,6 +124,8 @@ class RunConfig(TrainingConfig):
     @property
     def remote_servers(self) -> tuple[str, ...]:
         """The addresses of the inference servers that the launcher does not start; none if it starts its own."""
+        if self.uses_remote_server:
+            return self.server_urls
         starts = self.broadcasts and not self.inference_urls and self.vllm_host in THIS_HOST
         return () if starts or not self.num_inference_nodes or self.registered_servers else self.server_urls
 
@@ -199,7 +202,14 @@ class RunSettings:
 def read_settings(argv: Sequence[str]) -> RunSettings:
     """Read `argv` and the files it names; raise `ConfigError` with one line for anything that cannot be used."""
     own, flags = split_section_flags(hand_on_environment_options(argv))
+    launched = settings_from(os.environ)
+    if launched.get("world_size", 1) != 1:
+        raise ConfigError(
+            f"$WORLD_SIZE is {launched['world_size']}: {PROG} would start every program once for each process; start "
+            "the trainer with it (atropos-grpo, or example_trainer/grpo.py), and the other programs by themselves"
+        )
     trainer, own, paths = trainer_settings(own, default_mode=_DEFAULT_MODE)
+    trainer = launched | trainer
     sections: dict[str, Any] = {}
     layout: DistributedLayout | None = None
     for path in paths:
@@ -214,6 +224,10 @@ def read_settings(argv: Sequence[str]) -> RunSettings:
         config.preset,
         may_choose="atropos_url" not in config.model_fields_set,
     )
+    sections["vllm"] = below_flags(sections.get("vllm") or {}, named_in(own, RunConfig))
+    vllm = {**sections["vllm"], **{key: _parsed(value) for key, value in flags["vllm"].values.items()}}
+    no_server = bool(config.remote_servers) or not config.local_servers
+    config, vllm_remarks = with_vllm_section(config, vllm, no_server=no_server)
     settings = RunSettings(
         trainer=config,
         sections={name: sections.get(name) or {} for name in PREFIXED_SECTIONS},
@@ -225,7 +239,7 @@ def read_settings(argv: Sequence[str]) -> RunSettings:
         reseeded="seed" in config.model_fields_set and config.seed != trainer.get("seed"),
     )
     check_teacher(settings)
-    return replace(settings, remarks=(*remarks, *without_effect(settings)))
+    return replace(settings, remarks=(*remarks, *vllm_remarks, *without_effect(settings)))
 
 
 def without_effect(settings: RunSettings, *used: str) -> list[str]:

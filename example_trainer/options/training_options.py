@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from atropos_api.common.identity import Address
+from atropos_api.common.identity import Address, is_this_host
 from atropos_api.common.observability import LogForm, MetricsHost, MetricsPort, TracesEndpoint
 from atropos_api.common.option_flags import aliases
 from atropos_api.common.secrets import SECRET
@@ -22,7 +22,7 @@ from example_trainer.monitoring.health import ANY_SIGN, parse_limits, sign_names
 from example_trainer.options.model import BatchOptions, LoraOptions, ModelOptions, OptimizerOptions
 from example_trainer.options.objective import ObjectiveOptions
 from example_trainer.options.presets import CourseOptions, PresetOptions
-from example_trainer.options.publish import SYNC_CHECKS, THIS_HOST, PublishOptions, versions_kept
+from example_trainer.options.publish import SYNC_CHECKS, PublishOptions, versions_kept
 from example_trainer.options.without_effect import settings_without_effect
 
 MOST_SERVERS = 512
@@ -242,12 +242,29 @@ class TrainingOptions(
         """Number of the policy's servers that run here, as far as they are not said to run elsewhere."""
         if self.registered_servers:
             return 0 if self.start_vllm == "never" else max(1, self.num_inference_nodes)
+        if self.uses_remote_server:
+            return 0
         return self.num_inference_nodes if self.broadcasts else 1
+
+    @property
+    def uses_remote_server(self) -> bool:
+        """True if the one server is on another machine, which `lora_only` alone allows; it must run already."""
+        is_addressed = not self.registered_servers and not self.num_inference_nodes
+        return self.mode.starts_missing_server and is_addressed and not is_this_host(self.vllm_host)
+
+    @property
+    def may_start_server(self) -> bool:
+        """True if the trainer starts a server of its own: always, or in `lora_only` if none answers."""
+        if not self.servers_outlive_publish:
+            return True
+        starts_missing = self.mode.starts_missing_server and self.start_vllm == "auto"
+        is_addressed = bool(self.num_inference_nodes) or self.registered_servers or self.uses_remote_server
+        return starts_missing and not is_addressed
 
     @property
     def serves_here(self) -> bool:
         """True if the inference servers are on this host."""
-        addressed = self.vllm_host in THIS_HOST and not self.inference_urls
+        addressed = is_this_host(self.vllm_host) and not self.inference_urls
         return self.shares_memory or (addressed and self.local_servers > 0)
 
     @property

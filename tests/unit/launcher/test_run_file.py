@@ -85,6 +85,16 @@ def test_several_environments_are_numbered(tmp_path: Path) -> None:
     assert names == [("environment-1", "a.py"), ("environment-2", "b.py")]
 
 
+@pytest.mark.parametrize("flag", ["metrics_port", "session_port", "data_path_to_save_groups", "data_dir_to_save_evals"])
+def test_a_port_or_file_for_one_environment_is_refused_for_several(tmp_path: Path, flag: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("environments: [{file: a.py}, {file: b.py}]\n")
+    argv = ["--config", str(path), "--model-name", "m"]
+    with pytest.raises(ConfigError, match=rf"--env\.{flag} 9100: the run file has 2 environments"):
+        read_settings([*argv, f"--env.{flag}", "9100"])
+    assert len(read_settings([*argv, "--env.metrics_port", "0", "--env.group_size", "4"]).environments) == 2
+
+
 def test_section_flags_keep_the_form_in_which_they_were_typed() -> None:
     own, flags = split_section_flags(
         [

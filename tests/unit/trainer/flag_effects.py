@@ -415,6 +415,7 @@ SERVED: dict[str, tuple[str, str]] = {
     "vllm_quantization": ("--vllm-quantization fp8", "--quantization fp8"),
     "vllm_head_dtype": ("--vllm-head-dtype auto", "--head-dtype auto"),
     "vllm_enable_sleep_mode": ("--vllm-enable-sleep-mode", "--enable-sleep-mode"),
+    "vllm_settings": ("--vllm-settings max_num_seqs=3", "--max-num-seqs 3"),
     "log_dir": ("--log-dir somewhere", "--bridge-dir somewhere"),
 }
 """Each flag, and the part of the server's command that is there only with it."""
