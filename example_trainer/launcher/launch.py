@@ -38,10 +38,11 @@ from example_trainer.launcher.plan import (
     Programs,
     make_plan,
 )
-from example_trainer.launcher.progress import Endpoint, Feed, Snapshot, View, make_view
+from example_trainer.launcher.progress import Endpoint, Feed, LastingView, Snapshot, View, make_view
 from example_trainer.launcher.restarts import RestartBudget, Restarts
 from example_trainer.launcher.run_dir import RunDir, plan_run_dir, reporting_flag, write_json, write_yaml
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig, RunSettings
+from example_trainer.launcher.run_lock import locked
 from example_trainer.launcher.run_report import report_line
 from example_trainer.launcher.summary import Summary, summarise, write_rollout_pages
 from example_trainer.launcher.supervisor import Supervisor
@@ -82,9 +83,13 @@ class StopRequest:
     @classmethod
     @contextlib.contextmanager
     def listening(cls) -> Iterator[StopRequest]:
-        """Handle SIGINT, SIGTERM and SIGHUP while the block runs, then restore the previous handlers."""
+        """Handle SIGINT, SIGTERM and SIGHUP while the block runs, then restore the previous handlers.
+
+        A SIGHUP that was ignored stays so: `nohup` asks for a run that outlives its terminal.
+        """
         request = cls()
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        numbers = [signal.SIGINT, signal.SIGTERM, *([] if outlives_terminal else [signal.SIGHUP])]
         before = {number: signal.signal(number, request.note) for number in numbers}
         try:
             yield request
@@ -136,10 +141,15 @@ class Launch:
         teacher = None if own is None else _require(own.model_name, MODEL_FLAG)
         if self.settings.trainer.ref_model is not None:
             _require(self.settings.trainer.ref_model, "--ref-model")
-        self.run.create()
-        adopt_orphans()
-        with StopRequest.listening() as stop, Supervisor(self.run.logs) as supervisor:
-            view = make_view(self.settings.trainer.view)
+        run = self.run.reserve()
+        with locked(run.root), StopRequest.listening() as stop:
+            self.run = run.create()
+            adopt_orphans()
+            return self._run(endpoints, model, teacher, stop)
+
+    def _run(self, endpoints: Endpoints, model: str, teacher: str | None, stop: StopRequest) -> Summary:
+        with Supervisor(self.run.logs) as supervisor:
+            view = LastingView(make_view(self.settings.trainer.view))
             snapshot = self._snapshot()
             try:
                 make = partial(self._make_if_local, supervisor=supervisor, snapshot=snapshot, view=view, stop=stop)
