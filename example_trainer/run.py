@@ -77,11 +77,12 @@ def carry_out(launch: Launch, argv: Sequence[str]) -> int:
     sys.stdout.flush()
     try:
         summary = launch.go()
-    except (ChildFailed, Interrupted) as error:
-        sys.stderr.write(f"atropos-grpo-run: error: {error}\n")
+    except (ChildFailed, Interrupted, OSError) as error:
+        place = f"; the run directory is {launch.run.root}" if isinstance(error, OSError) else ""
+        sys.stderr.write(f"atropos-grpo-run: error: {error}{place}\n")
         if launch.run.metrics.exists():
             sys.stderr.write(f"atropos-grpo-run: to go on from its last checkpoint: {resume_command(argv, launch)}\n")
-        return error.exit_code
+        return 1 if isinstance(error, OSError) else error.exit_code
     if view == "json":
         ended = {"event": "summary", **asdict(summary), "run_dir": str(launch.run.root), "notes": launch.notes}
         sys.stdout.write(f"{json.dumps(ended)}\n")

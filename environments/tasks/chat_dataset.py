@@ -16,6 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+from atropos_api.common.files import expand_home
 from environments.tasks.data import Question, read_cell
 from environments.tasks.records import (
     DataUnusable,
@@ -391,7 +392,7 @@ def _records_of(source: str | Path | Sequence[Mapping[str, Any]], split: Split) 
     """Return the records of a data set, read on demand where that is possible."""
     if not isinstance(source, str | Path):
         return [(f"record {number}", record) for number, record in enumerate(source, 1)]
-    path = Path(source).expanduser()
+    path = expand_home(source)
     if path.is_file() or path.is_dir():
         return _Joined([_records_of_file(file) for file in (files_of_split(path, split) if path.is_dir() else [path])])
     read = load_records(source, split, columns=lambda _: None)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from atropos_api.common.errors import AtroposError
+from atropos_api.common.files import expand_home
 
 ENCODING = "utf-8-sig"
 """UTF-8; a byte order mark, which editors on Windows write, is not part of the text."""
@@ -40,7 +41,7 @@ Choose = Callable[[Iterable[str]], Sequence[str] | None]
 
 def load_records(source: str | Path, split: Split, *, columns: Choose) -> Iterator[tuple[str, Records]]:
     """Yield the numbered records of each file of `source`, or of a data set, with the place that errors name."""
-    path = Path(source).expanduser()
+    path = expand_home(source)
     if path.is_dir() or path.is_file():
         for file in files_of_split(path, split) if path.is_dir() else [path]:
             yield f"{file}:", read_records(file, columns=columns)

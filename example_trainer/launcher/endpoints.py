@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.files import expand_home
 from atropos_api.common.identity import is_this_host
 from atropos_api.common.secrets import TOKEN_VARIABLE, TokenSource
 from example_trainer.launcher.run_file import RunConfig, RunSettings
@@ -194,7 +195,7 @@ def broker_token(settings: RunSettings) -> TokenSource:
 def token_variables(token: TokenSource) -> dict[str, str]:
     """Return the token's variable, or its file's, and empty the other: an inherited value must not contradict it."""
     if token.file is not None:
-        return {TOKEN_VARIABLE: "", f"{TOKEN_VARIABLE}_FILE": str(token.file.expanduser().absolute())}
+        return {TOKEN_VARIABLE: "", f"{TOKEN_VARIABLE}_FILE": str(expand_home(token.file).absolute())}
     return {TOKEN_VARIABLE: token.value, f"{TOKEN_VARIABLE}_FILE": ""} if token.value else {}
 
 

@@ -35,6 +35,7 @@ from example_trainer.launcher.environment_settings import require_fillable
 from example_trainer.launcher.fleet import Fleet
 from example_trainer.launcher.fleet_plan import FleetRecord, limits_of
 from example_trainer.launcher.placement.choice import open_placement, passed_variables, roles_of
+from example_trainer.launcher.placement.roles import Placement
 from example_trainer.launcher.placement.seated_supervisor import SeatedSupervisor
 from example_trainer.launcher.plan import (
     BROKER,
@@ -46,10 +47,11 @@ from example_trainer.launcher.plan import (
     Programs,
     make_plan,
 )
-from example_trainer.launcher.progress import Endpoint, Feed, RegisteredServer, Snapshot, View, make_view
+from example_trainer.launcher.progress import Endpoint, Feed, LastingView, RegisteredServer, Snapshot, View, make_view
 from example_trainer.launcher.restarts import RestartBudget, Restarts
 from example_trainer.launcher.run_dir import RunDir, plan_run_dir, reporting_flag, write_json, write_yaml
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig, RunSettings
+from example_trainer.launcher.run_lock import locked
 from example_trainer.launcher.run_report import report_line
 from example_trainer.launcher.summary import Summary, summarise, write_rollout_pages
 from example_trainer.launcher.supervisor import Supervisor
@@ -91,9 +93,13 @@ class StopRequest:
     @classmethod
     @contextlib.contextmanager
     def listening(cls) -> Iterator[StopRequest]:
-        """Handle SIGINT, SIGTERM and SIGHUP while the block runs, then restore the previous handlers."""
+        """Handle SIGINT, SIGTERM and SIGHUP while the block runs, then restore the previous handlers.
+
+        A SIGHUP that was ignored stays so: `nohup` asks for a run that outlives its terminal.
+        """
         request = cls()
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        numbers = [signal.SIGINT, signal.SIGTERM, *([] if outlives_terminal else [signal.SIGHUP])]
         before = {number: signal.signal(number, request.note) for number in numbers}
         try:
             yield request
@@ -145,15 +151,22 @@ class Launch:
         teacher = None if own is None else _require(own.model_name, MODEL_FLAG)
         if self.settings.trainer.ref_model is not None:
             _require(self.settings.trainer.ref_model, "--ref-model")
-        self.run.create()
-        adopt_orphans()
+        run = self.run.reserve()
+        with locked(run.root):
+            self.run = run.create()
+            adopt_orphans()
+            with (
+                contextlib.closing(open_placement(self.settings, self.run)) as placement,
+                StopRequest.listening() as stop,  # after the placement, for Ray has handlers of its own
+            ):
+                return self._run(endpoints, model, teacher, placement, stop)
+
+    def _run(
+        self, endpoints: Endpoints, model: str, teacher: str | None, placement: Placement, stop: StopRequest
+    ) -> Summary:
         variables = passed_variables(self.settings.placement, os.environ)
-        with (
-            contextlib.closing(open_placement(self.settings, self.run)) as placement,
-            StopRequest.listening() as stop,  # after the placement, for Ray has handlers of its own
-            SeatedSupervisor(self.run.logs, placement, variables=variables) as supervisor,
-        ):
-            view = make_view(self.settings.trainer.view)
+        with SeatedSupervisor(self.run.logs, placement, variables=variables) as supervisor:
+            view = LastingView(make_view(self.settings.trainer.view))
             snapshot = self._snapshot()
             try:
                 self._place(supervisor, snapshot, view, stop)
