@@ -24,7 +24,8 @@ from example_trainer.memory.fit import ServerShares, with_changes
 from example_trainer.memory.preflight import is_given, preflight, serves_on, trainer_gpu
 from example_trainer.processes.ports import LOOPBACK, as_port, free_port, free_ports, require_free
 
-EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104  a server of ours listens there only if it is asked to, or is placed
+EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - for servers on nodes of a cluster; the broker lists the one it is called from
+EVERYWHERE = frozenset({EVERY_ADDRESS, "::"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,12 +134,12 @@ def _memory_settings(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _server_host(settings: RunSettings) -> str:
-    """Return the address at which servers of this launch listen: loopback, unless another one of this host is asked for.
+    """Return the address at which servers of this launch listen: loopback unless another of this host is asked for.
 
     A server that is placed listens everywhere: the broker lists the address that its node is reached at.
     """
     if settings.placement.is_ray:
-        return "0.0.0.0"  # noqa: S104
+        return EVERY_ADDRESS
     asked = str(settings.section("vllm").get("host") or settings.trainer.vllm_host)
     return asked if is_this_host(asked) else LOOPBACK
 
