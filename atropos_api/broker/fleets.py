@@ -41,7 +41,7 @@ class Fleets:
     def __init__(self, clock: Callable[[], float], *, lease_seconds: float = LEASE_SECONDS) -> None:
         self.lease_seconds = lease_seconds
         self.on_change: list[Callable[[Fleet], None]] = []
-        """Called with a fleet of which another number is wanted, or whose launcher follows the wanted one."""
+        """Called with a fleet of which another number is wanted, followed, or running."""
         self._clock = clock
         self._complete_at = clock() + lease_seconds
         self._entries: dict[str, Entry] = {}
@@ -64,7 +64,7 @@ class Fleets:
         if known is not None and known.request > report.request:
             entry.wanted, entry.request = known.wanted, known.request
         self._entries[fleet_id] = entry
-        if known is None or (known.wanted, known.report.request) != (entry.wanted, report.request):
+        if known is None or _shown(known) != _shown(entry):
             self._changed(fleet_id)
         return FleetLease(lease_seconds=self.lease_seconds, wanted=entry.wanted, request=entry.request)
 
@@ -144,3 +144,8 @@ class Fleets:
             fixed=report.fixed,
             note=report.note,
         )
+
+
+def _shown(entry: Entry) -> tuple[object, ...]:
+    """Return what watchers see of a fleet and callers wait for."""
+    return entry.wanted, entry.report.request, entry.report.running, entry.report.note

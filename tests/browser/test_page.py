@@ -6,11 +6,12 @@ import json
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from atropos_api.client import BrokerClient
 from atropos_api.testing import served_broker
-from atropos_api.wire import EnvironmentRequest
+from atropos_api.wire import EnvironmentRequest, FleetReport
 from atropos_api.wire.reports import StepMetrics, TokenReport
 from tests.stalls import STALLS, stalled_run
 
@@ -95,6 +96,22 @@ def test_a_planted_stall_is_told_in_words_on_its_edge_within_ten_seconds(page: P
             assert len(headline.split()) > 4
             marked = page.run("[...document.querySelectorAll('.edge:not(.ok)')].map((one) => one.dataset.edge)")
             assert marked == [edge]
+        page.open("about:blank")
+
+
+def test_the_parts_show_how_many_servers_a_launcher_runs_and_how_many_are_wanted(page: Page) -> None:
+    with served_broker() as own, BrokerClient(own) as client:
+        report = FleetReport(launcher_id="launcher-1", wanted=1, running=1, least=1, most=4)
+        client.renew_fleet("run-1", report)
+        show(page, own, "#view=parts")
+        page.wait("document.querySelector('main').innerText.includes('run-1')")
+        client.scale_fleet("run-1", 3)
+        page.wait("document.querySelector('main').innerText.includes('3 (asked for)')", seconds=8)
+        followed = msgspec.structs.replace(report, wanted=2, request=1, running=2, note=HOSTILE)
+        client.renew_fleet("run-1", followed)
+        page.wait("document.querySelector('main').innerText.includes('<script>')", seconds=8)
+        assert "asked for" not in page.text()
+        assert page.run("window.hacked === undefined")
         page.open("about:blank")
 
 
