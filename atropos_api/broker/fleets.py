@@ -92,10 +92,8 @@ class Fleets:
         return self._find(fleet_id).report.request >= request
 
     def remove(self, fleet_id: str, launcher_id: str) -> None:
-        """End the lease of a launcher that ends; another launcher's is left alone, and repeating it is harmless."""
-        self._expire()
-        entry = self._entries.get(fleet_id)
-        if entry is not None and entry.report.launcher_id == launcher_id:
+        """End the lease of a launcher that ends; another launcher's is left alone."""
+        if self._find(fleet_id).report.launcher_id == launcher_id:
             del self._entries[fleet_id]
 
     def describe(self, fleet_id: str) -> Fleet:
