@@ -41,7 +41,7 @@ class Fleets:
     def __init__(self, clock: Callable[[], float], *, lease_seconds: float = LEASE_SECONDS) -> None:
         self.lease_seconds = lease_seconds
         self.on_change: list[Callable[[Fleet], None]] = []
-        """Called with a fleet of which another number is wanted, or whose launcher follows the wanted one."""
+        """Called with a fleet of which another number is wanted, followed, or running."""
         self._clock = clock
         self._complete_at = clock() + lease_seconds
         self._entries: dict[str, Entry] = {}
@@ -64,7 +64,7 @@ class Fleets:
         if known is not None and known.request > report.request:
             entry.wanted, entry.request = known.wanted, known.request
         self._entries[fleet_id] = entry
-        if known is None or (known.wanted, known.report.request) != (entry.wanted, report.request):
+        if known is None or _shown(known) != _shown(entry):
             self._changed(fleet_id)
         return FleetLease(lease_seconds=self.lease_seconds, wanted=entry.wanted, request=entry.request)
 
@@ -92,10 +92,8 @@ class Fleets:
         return self._find(fleet_id).report.request >= request
 
     def remove(self, fleet_id: str, launcher_id: str) -> None:
-        """End the lease of a launcher that ends; another launcher's is left alone, and repeating it is harmless."""
-        self._expire()
-        entry = self._entries.get(fleet_id)
-        if entry is not None and entry.report.launcher_id == launcher_id:
+        """End the lease of a launcher that ends; another launcher's is left alone."""
+        if self._find(fleet_id).report.launcher_id == launcher_id:
             del self._entries[fleet_id]
 
     def describe(self, fleet_id: str) -> Fleet:
@@ -144,3 +142,8 @@ class Fleets:
             fixed=report.fixed,
             note=report.note,
         )
+
+
+def _shown(entry: Entry) -> tuple[object, ...]:
+    """Return what watchers see of a fleet and callers wait for."""
+    return entry.wanted, entry.report.request, entry.report.running, entry.report.note

@@ -81,9 +81,9 @@ async def scale(request: Request, fleet_id: str) -> Response:
 @route(
     "DELETE /v1/fleets/{fleet_id}",
     "End the lease of a launcher that ends",
-    help="Repeating the call is harmless.",
     parameters=(FLEET_ID_PARAMETER, in_query("launcher_id", TEXT_SCHEMA, "Only this launcher's lease is ended")),
     answers=NOTHING,
+    errors=("unknown-fleet",),
 )
 async def remove(request: Request, fleet_id: str) -> Response:
     launcher_id = request.query_params.get("launcher_id", "")

@@ -176,7 +176,7 @@ class Fleet:
             launcher_id=self._launcher_id,
             policy=self._settings.trainer.policy,
             wanted=self._record.wanted,
-            running=len(self._staying()),
+            running=self._limits.planned if self._limits.fixed else len(self._staying()),
             least=self._limits.least,
             most=self._limits.most,
             request=self._record.request,
@@ -200,21 +200,23 @@ class Fleet:
             state = states.get(server.server_id)
             server.answered = server.answered or state in LOADED
             if state == "draining" and not server.drains:
-                server.drains = True
                 self._aim_at(max(0, self._record.wanted - 1))
+                server.drains = True
                 yield f"{server.name} drains"
 
     def _note_ends(self) -> Iterator[str]:
         """Forget the servers that have drained, and those that were added and did not start."""
+        if self._limits.fixed:  # none of these is told to drain, so each end is a failure
+            return
         for server in list(self._servers.values()):
             child = self._child(server)
             code = None if child is None else child.exit_code
             if child is None or code is None or (server.answered and not server.drains and code != 0):
                 continue
             how = describe_end(child)
-            self._forget(server)
             if not server.drains:
                 self._aim_at(max(0, self._record.wanted - 1))
+            self._forget(server)
             if server.drains or code == 0:
                 yield f"{server.name} has left{'' if code == 0 else f': it {how}'}"
             else:

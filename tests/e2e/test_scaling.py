@@ -29,6 +29,7 @@ from example_trainer.commands.servers import scale
 from example_trainer.processes.tree import wait_until
 
 from .conftest import Launched
+from .registered_standin import PLACES
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = bool(os.environ.get("ATROPOS_SCALING"))
@@ -135,9 +136,11 @@ def test_from_one_server_to_three_and_back_no_request_fails_and_the_new_ones_tak
         scaled = scene.verb("scale", "vllm=3")
         assert (scaled.returncode, scaled.stderr) == (0, "")
         assert len({row.url for row in scene.wait_for_serving(3)}) == 3
+        # Requests that wait at the first one end there, so the others fill as new ones are made. A server tells those
+        # that it computes when it renews its lease.
+        full = wait_until(lambda: all(row.running == PLACES for row in scene.serving()), LIMIT_SECONDS)
+        assert full, scene.serving()
         at_three = traffic.tokens_per_second(2.0)
-        # Each tells the requests that it has when it renews its lease.
-        assert wait_until(lambda: all(row.running for row in scene.serving()), LIMIT_SECONDS), scene.serving()
 
         scale(scene.broker, 1, wait_seconds=20.0)
         (left,) = scene.wait_for_serving(1)

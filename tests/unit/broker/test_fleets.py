@@ -111,6 +111,8 @@ def test_a_second_launcher_of_the_fleet_is_refused_until_the_first_one_s_lease_i
     assert len(fleets.select().fleets) == 1, "only its own lease"
     fleets.remove("run", successor.launcher_id)
     assert fleets.select().fleets == []
+    with pytest.raises(UnknownFleet):
+        fleets.remove("run", successor.launcher_id)
 
 
 def test_the_number_survives_a_restart_of_the_broker_and_one_of_the_launcher(launcher, broker):

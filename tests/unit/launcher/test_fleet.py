@@ -287,6 +287,18 @@ def test_a_resumed_run_has_as_many_servers_as_were_asked_for_last(tmp_path: Path
         assert found.wanted == limits.planned, "another setting than before, or another run"
 
 
+def test_servers_whose_number_is_fixed_are_reported_and_left_alone(tmp_path: Path, supervisor: Supervisor) -> None:
+    scene = Scene(tmp_path, supervisor, "--no-registered-servers", "--num-inference-nodes", "0")
+    scene.poll()
+    assert (scene.seen.running, scene.seen.wanted, scene.seen.most) == (1, 1, 1)
+    assert "addresses: start the run with --registered-servers" in scene.seen.fixed
+    end(supervisor, "vllm")
+    assert scene.poll() == []
+    (failure,) = scene.restarts.note_failures((), apart=scene.fleet.unsettled)
+    assert failure.startswith("vllm exited with code 0"), "which nobody had asked for"
+    scene.fleet.close()
+
+
 def test_runs_of_equal_names_at_one_broker_have_servers_of_different_ids(tmp_path: Path) -> None:
     runs = [planned(tmp_path / parent / "run", *FLAGS) for parent in ("a", "b")]
     ids = [made.settings_of("vllm")["vllm"]["server_id"] for _, _, made in runs]
