@@ -403,7 +403,8 @@ def _make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, events: Metric
     servers: dict[str, list[Endpoint]] = {VLLM: [Endpoint(url) for url in known]} if plan.servers else {}
     if plan.servers and not known:  # their nodes choose the ports, so the broker is asked
         broker_url = plan.endpoints.broker_url
-        servers[VLLM] = [RegisteredServer(name, broker_url, token=token) for name in plan.servers]
+        ids = [plan.settings_of(name)[VLLM]["server_id"] for name in plan.servers]
+        servers[VLLM] = [RegisteredServer(server_id, broker_url, token=token) for server_id in ids]
     if plan.endpoints.teacher_port is not None:
         servers[TEACHER] = [Endpoint(f"http://{LOOPBACK}:{plan.endpoints.teacher_port}")]
     return Feed(

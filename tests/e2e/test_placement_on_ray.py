@@ -249,3 +249,24 @@ def test_nothing_at_the_address_is_one_line(standins) -> None:
     assert "--placement-address 127.0.0.1:9: nothing answers there" in error
     assert error.count("\n") == 1
     assert time.monotonic() - begun < 30
+
+
+def test_the_demo_learns_with_two_servers_of_which_one_loses_its_node(start_launcher, nodes: RayNodes) -> None:
+    if "ATROPOS_PLACEMENT" not in os.environ:
+        pytest.skip("takes minutes; ATROPOS_PLACEMENT=1 runs it")
+    demo = ("-m", "example_trainer.run", "--config", str(ROOT / "configs/demo.yaml"), "--seed", "1", *FLAGS)
+    launched = start_launcher(sys.executable, *demo, "--placement-address", nodes.address)
+    launched.wait_for_steps(5, 900)
+    raylet = nodes.raylet_of(programs(launched)["vllm-2"])
+    raylet.kill()
+    nodes.replace(raylet)
+    code, out, error = launched.end(1500)
+    assert code == 0, error + launched.logs()
+    assert "vllm-2 lost its seat on" in out
+    rows = [json.loads(line) for line in launched.metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    summary = json.loads((launched.run_dir / "summary.json").read_text())
+    assert summary["accuracy_base"] <= 0.15
+    assert summary["accuracy_trained"] >= 0.9
+    assert max(row["alignment/diff_max"] for row in rows if "alignment/diff_max" in row) <= 1e-4
+    assert wait_until(lambda: remains(launched) == [], GONE_SECONDS), remains(launched)

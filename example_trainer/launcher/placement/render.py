@@ -42,7 +42,7 @@ pid_file="$run_dir/launcher.pid"
 mkdir -p "$run_dir"
 rm -f "$pid_file"
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-head=$(srun --nodes=1 --ntasks=1 --nodelist="$first" hostname --ip-address | awk '{{ print $1 }}')
+head=$(srun --nodes=1 --ntasks=1 --nodelist="$first" hostname --all-ip-addresses | awk '{{ print $1 }}')
 address="$head:$((20000 + SLURM_JOB_ID % 10000))"
 
 # The batch script runs on the first node, as the launcher does. Only the launcher gets the signal: it stops the others.

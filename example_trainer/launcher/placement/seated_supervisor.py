@@ -80,7 +80,7 @@ class SeatedSupervisor(Supervisor):
 
     def start(self, spec: ChildSpec, *, restarted: int = 0) -> SupervisedProgram:
         """Start a program here, or in the seats of its role; one without seats is started once they are found."""
-        role = self._roles.get(spec.name)
+        role = self._role_of(spec.name)
         if role is None:
             return super().start(spec, restarted=restarted)
         program = SeatedProgram(
@@ -133,6 +133,13 @@ class SeatedSupervisor(Supervisor):
         super().close(grace_seconds=grace_seconds)
         self._placement.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _role_of(self, name: str) -> Role | None:
+        """Return the role of a program; that of a server which was not there at the start is like the first one's."""
+        stem, _, number = name.rpartition("-")
+        if name not in self._roles and stem in self._roles and number.isdecimal():
+            self._roles[name] = replace(self._roles[stem], name=name)
+        return self._roles.get(name)
 
     def _stop_all(self, seats: Iterable[Seat], grace_seconds: float) -> None:
         for stopped in [self._threads.submit(seat.stop, grace_seconds) for seat in seats]:

@@ -112,6 +112,12 @@ def test_a_program_that_fails_in_a_sound_seat_is_started_in_the_same_one(supervi
     assert supervisor.failed() == []
 
 
+def test_a_server_that_is_added_later_gets_a_place_like_the_first_one_s(supervisor, placement) -> None:
+    supervisor.start(spec("vllm-2"))
+    assert wait_until(lambda: not supervisor.failed() and "vllm-2" in placement.places, 10)
+    assert wait_until(lambda: not supervisor.failed() and placement.places["vllm-2"][0].started, 10)
+
+
 def test_what_has_no_role_runs_here_and_the_end_stops_every_seat(tmp_path: Path) -> None:
     placement = FakePlacement(free=1)
     with SeatedSupervisor(tmp_path, placement) as supervisor:
