@@ -6,7 +6,7 @@ Nothing of it is needed for training or stored: after a restart of the broker it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Generic, NamedTuple, TypeVar
@@ -49,13 +49,14 @@ class Wait:
         return self.open_requests > 0 or now - self.seen_at <= BETWEEN_REQUESTS_SECONDS
 
     @contextmanager
-    def request(self) -> Iterator[None]:
-        """Count a request that waits inside the block."""
+    def request(self, clock: Callable[[], float]) -> Iterator[None]:
+        """Count a request that waits inside the block; the wait lasts on if the next follows its end closely."""
         self.open_requests += 1
         try:
             yield
         finally:
             self.open_requests -= 1
+            self.seen_at = clock()
 
     def seconds(self, now: float) -> float | None:
         """Return the time waited so far, or None if there is no wait."""

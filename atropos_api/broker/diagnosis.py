@@ -271,7 +271,7 @@ def _rollouts(facts: Facts) -> Finding | None:
         + (doing if any(one.open_rollouts is not None for one in facts.connected) else "")
         + said
         + _load_of(facts.servers),
-        advice=_inference_advice(facts.servers),
+        advice="" if _tool(facts) else _inference_advice(facts.servers),  # inference is not what is short then
         seconds=facts.batch_wait_seconds,
     )
 

@@ -1,4 +1,4 @@
-"""One run in Trackio, which trainer and environments each have of their own, in one project.
+"""One run in Trackio, of a trainer or an environment: two packages begin theirs in the same way, so this stands alone.
 
 Trackio itself reads `TRACKIO_SPACE_ID` and `TRACKIO_DIR`; the project is that of `TRACKIO_PROJECT`. A run is found
 again by its name.

@@ -52,12 +52,18 @@ def _render_fields(sample: Mapping[str, Any]) -> str:
     for name, value in sample.items():
         if name == "messages" and isinstance(value, list):
             texts.append(render_turns(value))
-        elif not isinstance(value, str | list | Mapping) or (isinstance(value, str) and len(value) <= LONGEST_FACT):
+        elif _is_fact(value):
             facts.append(f"{as_html(name)} <b>{as_html(_short(value))}</b>")
         else:
             text = value if isinstance(value, str) else json.dumps(value, indent=1, ensure_ascii=False, default=str)
             texts.append(f'<div class="role">{as_html(name)}</div><pre class="turn">{as_html(text)}</pre>')
     return f'<p class="note">{" · ".join(facts)}</p>{"".join(texts)}'
+
+
+def _is_fact(value: Any) -> bool:
+    if isinstance(value, str):
+        return len(value) <= LONGEST_FACT and "\n" not in value
+    return not isinstance(value, list | Mapping)
 
 
 def _score_of(sample: Mapping[str, Any]) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -109,8 +110,13 @@ def test_the_slowest_open_groups_are_told_with_what_each_unfinished_rollout_wait
         show(page, own)
         page.wait("document.querySelectorAll('.slowest tbody tr').length === 2")
         first, second = texts(page, ".slowest tbody tr")
-        for told in ("Natalia sold clips", "3 of 4", "6 s: 15 times that", "rollout 3: tool python: running, 88 s ago"):
-            assert told in first, first
+        for told in (
+            "Natalia sold clips",
+            "3 of 4",
+            r"6 s: [\d.]+ times that",
+            r"rollout 3: tool python: running, \d+ s ago",
+        ):
+            assert re.search(told, first), first
         assert "An ordinary one" in second
         page.open("about:blank")
 

@@ -48,6 +48,8 @@ def test_idle_inference_with_open_rollouts_is_a_tool_or_a_sandbox():
     found = finding(**WAITING, environments=idle)
     assert (found.rule, found.edge, found.severity) == ("tool", "environment-inference", "blocked")
     assert "12 groups of gsm8k are open" in found.headline
+    notes = diagnose(Facts(**HEALTHY | WAITING | {"environments": idle})).notes
+    assert [note.advice for note in notes if note.rule == "rollouts"] == [""], "more inference would not help"
     assert "Natalia sold" in found.detail
 
 

@@ -6,7 +6,7 @@ from environments.sdk.evaluation_page import MOST_SAMPLES, render_evaluation
 from environments.sdk.reporting import EvaluationResult
 
 SAMPLES = [
-    {"question": "2+2?", "gold": 4, "text": "#### 4", "score": 1.0},
+    {"question": "2+2?", "gold": 4, "text": "2+2=4\n#### 4", "score": 1.0},
     {"question": "3+3?", "gold": 6, "text": "I think " * 20, "score": 0.0},
     {"question": "no score"},
 ]
@@ -24,6 +24,7 @@ def test_the_worst_sample_comes_first_and_its_texts_are_whole():
     assert best.startswith("1 ")
     assert unknown.startswith("3 ")
     assert "I think " * 20 in page
+    assert '<pre class="turn">2+2=4\n#### 4</pre>' in page, "lines stay lines"
     assert "<td>eval/accuracy</td><td>0.5</td>" in page
     assert ".card {" in page
 
