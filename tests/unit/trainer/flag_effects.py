@@ -256,6 +256,7 @@ _OBJECTIVE = {
     "loss_aggregation": Effect(argv="--loss-aggregation sequence", holds=_other("train/loss")),
     "advantage_norm": Effect(argv="--advantage-norm none", holds=_other("train/loss")),
     "use_std_normalization": Effect(argv="--use-std-normalization false", holds=_other("train/loss")),
+    "importance_sampling_level": Effect(argv="--importance-sampling-level sequence", holds=_other("train/loss")),
     "advantage_std": Effect(argv="--advantage-std population", holds=_other("train/loss")),
     "max_response_tokens": Effect(
         argv="--max-response-tokens 6",
