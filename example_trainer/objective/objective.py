@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-Gather: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
+Gather: TypeAlias = Callable[[Tensor], list[Tensor]]
 """A function that returns the tensors of all ranks, of which each gives one."""
 
 
