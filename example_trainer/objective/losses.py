@@ -102,6 +102,7 @@ class LossSettings:
     staleness_decay: float = 1.0
     kl_coef: float = 0.0
     kl_estimator: KlEstimator = "k3"
+    kl_bias_correction: bool = False
     entropy_coef: float = 0.0
     distill: DistillForm = "none"
     distill_coef: float = 1.0
@@ -126,6 +127,8 @@ def loss_terms(inputs: LossInputs, settings: LossSettings) -> dict[str, Tensor]:
     """Return `[N]` losses by term: `policy` always; `kl`, `entropy` and `distill` if enabled and their inputs exist."""
     terms = {"policy": policy_losses(inputs, settings)}
     if settings.kl_coef and (divergence := reference_kl(inputs, settings)) is not None:
+        if settings.kl_bias_correction:
+            divergence = divergence * surrogate_log_ratios(inputs, settings).exp()
         terms["kl"] = settings.kl_coef * divergence
     if settings.entropy_coef:
         terms["entropy"] = -settings.entropy_coef * inputs.entropies.float()

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-Gather: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
+Gather: TypeAlias = Callable[[Tensor], list[Tensor]]
 """A function that returns the tensors of all ranks, of which each gives one."""
 
 
@@ -118,6 +118,7 @@ def loss_settings(config: ObjectiveOptions) -> LossSettings:
         staleness_decay=config.staleness_decay,
         kl_coef=config.kl_coef,
         kl_estimator=config.kl_estimator,
+        kl_bias_correction=config.kl_bias_correction,
         entropy_coef=config.entropy_coef,
         distill=config.distill,
         distill_coef=config.distill_coef,

@@ -147,7 +147,7 @@ class BatchOptions(MicroBatchOptions):
         10,
         ge=1,
         description="Training steps; batch n is step n.",
-        json_schema_extra=aliases("n_grpo_steps"),
+        json_schema_extra=aliases("n_grpo_steps", "max_steps"),
     )
     seq_len: int = Field(
         2048,
@@ -164,7 +164,7 @@ class BatchOptions(MicroBatchOptions):
         1,
         ge=1,
         description="Passes over each batch.",
-        json_schema_extra=aliases("epochs_per_rollout_batch", "ppo_epochs"),
+        json_schema_extra=aliases("epochs_per_rollout_batch", "ppo_epochs", "num_iterations"),
     )
     mini_batches: int = Field(1, ge=1, description="Optimizer steps per pass over a batch.")
     prefetch: bool = Field(True, description="Fetch batch n+1 while batch n trains.")
@@ -189,6 +189,7 @@ class OptimizerOptions(BaseModel):
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
         description="Schedule of the rate after the warmup; linear and cosine end at 0 with the run's last step.",
+        json_schema_extra=aliases("lr_scheduler_type"),
     )
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warmup of the rate; 0 turns it off.")
     max_grad_norm: float = Field(1.0, ge=0.0, description="Clip the global gradient norm to this; 0 only measures it.")

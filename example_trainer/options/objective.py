@@ -81,7 +81,7 @@ class ObjectiveOptions(BaseModel):
         gt=0.0,
         description="Clip the probability ratio to [1-eps, 1+eps]; in gmpo its logarithm to [-eps, +eps]; in dppo mask "
         "tokens whose probability has moved by more than eps.",
-        json_schema_extra=aliases("cliprange", "clip_range", "clip_eps_low", "epsilon_low"),
+        json_schema_extra=aliases("cliprange", "clip_range", "clip_eps_low", "epsilon", "epsilon_low"),
     )
     clip_eps_high: float | None = Field(
         None,
@@ -90,7 +90,10 @@ class ObjectiveOptions(BaseModel):
         json_schema_extra=aliases("epsilon_high"),
     )
     dual_clip: float | None = Field(
-        3.0, gt=1.0, description="Bound on the ratio where the advantage is negative; None: off."
+        3.0,
+        gt=1.0,
+        description="Bound on the ratio where the advantage is negative; None: off.",
+        json_schema_extra=aliases("delta"),
     )
     cispo_cap: float = Field(5.0, gt=0.0, description="Upper bound of the weights of --loss-type cispo and dppo.")
     sapo_temperature_pos: float = Field(
@@ -156,6 +159,12 @@ class ObjectiveOptions(BaseModel):
         json_schema_extra=aliases("beta", "kl_beta"),
     )
     kl_estimator: Literal["k1", "k3"] = Field("k3", description="Estimator of that divergence at a sampled token.")
+    kl_bias_correction: bool = Field(
+        False,
+        description="Multiply that estimate by the surrogate's ratio, so that its mean and gradient are those of the "
+        "divergence on tokens that an older policy sampled.",
+        json_schema_extra=aliases("use_bias_correction_kl"),
+    )
     target_kl: float | None = Field(
         None, gt=0.0, description="Adapt --kl-coef after each batch so that the divergence approaches this value."
     )
@@ -171,7 +180,10 @@ class ObjectiveOptions(BaseModel):
         "start, or the base without the adapter in adapter modes.",
     )
     ref_update_interval: int = Field(
-        0, ge=0, description="Make the current policy the new reference every N steps; 0: never."
+        0,
+        ge=0,
+        description="Make the current policy the new reference every N steps; 0: never.",
+        json_schema_extra=aliases("ref_model_sync_steps"),
     )
     entropy_coef: float = Field(
         0.0,
@@ -191,7 +203,9 @@ class ObjectiveOptions(BaseModel):
         "or over sequences of token sums divided by --seq-len.",
     )
     advantage_norm: Literal["none", "group", "batch"] = Field(
-        "group", description="Divide centred rewards by the std of the group or of the batch; none: do not divide."
+        "group",
+        description="Divide centred rewards by the std of the group or of the batch; none: do not divide.",
+        json_schema_extra=aliases("scale_rewards"),
     )
     advantage_std: Literal["sample", "population"] = Field(
         "sample",

@@ -45,7 +45,9 @@ class RunOptions(ProcessOptions):
 
     name: str = Field("grpo", min_length=1, description="Name of the run.")
     run_dir: Path | None = Field(
-        None, description="Run directory; unset: runs/<name>-<time>. Holds metrics and checkpoints."
+        None,
+        description="Run directory; unset: runs/<name>-<time>. Holds metrics and checkpoints.",
+        json_schema_extra=aliases("output_dir"),
     )
     save_path: Path | None = Field(
         None,
@@ -54,7 +56,9 @@ class RunOptions(ProcessOptions):
     )
     log_dir: Path | None = Field(None, description="Log directory; unset: logs in the run directory.")
     seed: int = Field(0, ge=0, le=LARGEST_SEED, description="Seed of everything random in the trainer.")
-    checkpoint_interval: int = Field(3, ge=0, description="Checkpoint every N steps; 0: at the end only.")
+    checkpoint_interval: int = Field(
+        3, ge=0, description="Checkpoint every N steps; 0: at the end only.", json_schema_extra=aliases("save_steps")
+    )
     checkpoint_names: Literal["plain", "cs336"] = Field(
         "plain",
         description="cs336: also link the checkpoints as checkpoint_step_N and final_model, the course's names.",
@@ -68,7 +72,9 @@ class RunOptions(ProcessOptions):
         ge=0,
         description="Trained tokens of each step whose values the page shows and trained.jsonl has; 0: none.",
     )
-    keep_last: int = Field(0, ge=0, description="Keep the last K checkpoints; 0 keeps all.")
+    keep_last: int = Field(
+        0, ge=0, description="Keep the last K checkpoints; 0 keeps all.", json_schema_extra=aliases("save_total_limit")
+    )
     resume: str | None = Field(None, description="auto (newest checkpoint, if any) or the path of a checkpoint.")
     atropos_url: Address = Field("http://localhost:8000", description="URL of the broker (run-api).")
     atropos_token: str | None = Field(
