@@ -192,7 +192,7 @@ def refuse_changed_settings(
 
 def _refuse_other_weights(state: TrainerState, config: TrainingConfig) -> None:
     """Raise `CheckpointError` for full weights in a mode that trains an adapter, or the reverse, and another model."""
-    mode, model = state.config.get("weight_bridge_mode"), str(state.config.get("model_name"))
+    mode, model = str(state.config.get("weight_bridge_mode")), str(state.config.get("model_name"))
     kinds = {True: "an adapter", False: "full weights"}
     if mode in MODES and MODES[mode].trains_adapter != config.trains_adapter:
         held, wanted = kinds[not config.trains_adapter], kinds[config.trains_adapter]

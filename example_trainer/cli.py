@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import Field
 
-from atropos_api.common.cliconfig import ConfigError, load_config, run_cli
+from atropos_api.common.cliconfig import ConfigError, load_config, run_cli, validate
 from atropos_api.common.files import RecentLines
 from atropos_api.common.logs import LogContext, setup_logging
 from atropos_api.common.option_flags import named_in
@@ -37,6 +37,7 @@ from example_trainer.memory.fit import with_changes
 from example_trainer.memory.preflight import preflight
 from example_trainer.options.presets import find_environment_option
 from example_trainer.options.server import with_own_section
+from example_trainer.serving.config import ServerConfig
 
 if TYPE_CHECKING:
     from atropos_api.client import BrokerClient
@@ -125,6 +126,8 @@ def run(argv: list[str]) -> int:
     asked = TrainingConfig(**command.model_dump(exclude={"dry_run"}, exclude_unset=True))
     sections = [read_sections(path).get("vllm") or {} for path in paths]
     asked, remarks = with_own_section(asked, sections, named_in(own, TrainerCommand))
+    if asked.may_start_server:
+        validate(ServerConfig, {"model": asked.model_name, **asked.vllm_settings})  # vLLM itself would look much later
     choice = preflight(asked, starts_server=not asked.servers_outlive_publish)
     config = settle_run_dir(with_changes(asked, choice.changes))
     if command.dry_run:

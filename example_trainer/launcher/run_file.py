@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -251,7 +251,18 @@ def without_effect(settings: RunSettings, *used: str) -> list[str]:
     config = settings.trainer
     starts = (not config.remote_servers and config.local_servers > 0) or own_teacher(settings) is not None
     found = settings_without_effect(config, is_launched=True, used=SERVER_FIELDS if starts else ("log_dir", *used))
-    return [*found, *unused_distillation(settings)]
+    return [*found, *_unused_sections(settings), *unused_distillation(settings)]
+
+
+def _unused_sections(settings: RunSettings) -> Iterator[str]:
+    """Yield a sentence on each section of a program that this launch does not start."""
+    reasons = {
+        "api": "with --atropos-url no broker is started" if "atropos_url" in settings.trainer.model_fields_set else "",
+        "openai": "" if settings.environments else "no environment is started here",
+    }
+    for section, reason in reasons.items():
+        if reason and (given := settings.section(section)):
+            yield f"{', '.join(f'{section}.{name}' for name in given)}: no effect, since {reason}"
 
 
 def trainer_settings(argv: Sequence[str], *, default_mode: str = "none") -> tuple[dict[str, Any], list[str], list[str]]:

@@ -65,9 +65,10 @@ def with_vllm_section(
     if given and no_server:
         names = ", ".join(f"vllm.{name}" for name in given)
         return config, [f"{names}: no effect, since no server of the policy is started here; give it to the server"]
-    if not given or config.servers_outlive_publish:
-        return config, []
-    return _merged(config, given)
+    if config.servers_outlive_publish:
+        model = {name: value for name, value in given.items() if name in {"model", "model_name"}}
+        return config, list(_remarks(config, model, starter="launcher"))
+    return _merged(config, given) if given else (config, [])
 
 
 def with_own_section(
@@ -98,12 +99,12 @@ def _merged(config: OptionsT, given: Mapping[str, Any]) -> tuple[OptionsT, list[
     return validate(type(config), config.model_dump(exclude_unset=True) | changes), remarks
 
 
-def _remarks(config: TrainingOptions, given: Mapping[str, Any]) -> Iterator[str]:
+def _remarks(config: TrainingOptions, given: Mapping[str, Any], *, starter: str = "trainer") -> Iterator[str]:
     as_decided = (str(config.model_name), str(config.dtype), str(config.seed))
     for name, value in given.items():
         if name in DECIDED and str(value) not in as_decided:
             yield (
-                f"vllm.{name} {value} has no effect in mode {config.weight_bridge_mode}: the trainer starts the "
+                f"vllm.{name} {value} has no effect in mode {config.weight_bridge_mode}: the {starter} starts the "
                 f"server, and {DECIDED[name]} decides it"
             )
 

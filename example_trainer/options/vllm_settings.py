@@ -61,6 +61,9 @@ DECIDED: Mapping[str, str] = {
 SERVERS_OWN = frozenset({"max_adapter_mib", "allowed_hosts", "log_format"})
 """Options of the server that are neither vLLM's nor the trainer's."""
 
+_UNREACHABLE = frozenset({"uds", "root_path", "headless", "grpc", "api_server_count", "config"})
+"""Options with which no trainer or environment would find the server, or not this one; so are those of TLS."""
+
 MEMORY_SETTINGS = frozenset(
     {"kv_cache_memory_bytes", "gpu_memory_utilization", "dtype", "quantization", "tensor_parallel_size", "max_loras"}
 )
@@ -93,8 +96,13 @@ def checked_settings(given: object) -> object:
 
 
 def refuse_unknown(names: Iterable[str], *, where: str) -> None:
-    """Raise `ConfigError` for a name that is no option of the server, if vLLM is installed here."""
+    """Raise `ConfigError` for a name that cannot be used, or is no option of vLLM as far as it is installed here."""
     given = [name.replace("-", "_").partition(".")[0] for name in names]
+    for name in given:
+        if name in _UNREACHABLE or name.startswith("ssl_"):
+            raise ConfigError(
+                f"{where} {name}: trainer and environments reach the server by HTTP at its own port; leave it out"
+            )
     own = {*TRAINER_FIELDS, *DECIDED, *SERVERS_OWN}
     if all(name in own for name in given) or (options := vllm_options()) is None:
         return

@@ -69,6 +69,27 @@ def test_a_trainer_without_launcher_starts_its_server_with_the_section_too(
     assert config["max_model_len"] == 256
 
 
+@pytest.mark.parametrize("mode", ["lora_only", "lora_restart", "none"])
+def test_a_value_of_another_type_is_told_before_a_model_is_loaded(mode: str) -> None:
+    with pytest.raises(ConfigError, match="--max-num-seqs: Input should be a valid integer"):
+        cli.run(
+            ["--model-name", "m", "--weight-bridge-mode", mode, "--vllm-settings", "max_num_seqs=many", "--dry-run"]
+        )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sections_of_what_is_not_started_are_remarked_on(mode: str) -> None:
+    flags = ("--weight-bridge-mode", mode, "--vllm.model", "other/model")
+    alone = ("--atropos-url", "http://b:8000", "--api.store", "memory", "--openai.temperature", "1")
+    remarks = read_settings(["--model-name", "m", *flags, *alone]).remarks
+    assert "api.store: no effect, since with --atropos-url no broker is started" in remarks
+    assert "openai.temperature: no effect, since no environment is started here" in remarks
+    assert any(remark.startswith("vllm.model other/model has no effect") for remark in remarks)
+    assert not [
+        remark for remark in read_settings(["--model-name", "m", *OWN_ENVIRONMENT]).remarks if "effect" in remark
+    ]
+
+
 @pytest.mark.parametrize("flags", [("--vllm.max_num_seq", "3"), ("--vllm-settings", "max_num_seq=3")])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_misspelt_option_of_vllm_is_refused_before_anything_starts(mode: str, flags: tuple[str, str]) -> None:

@@ -58,6 +58,12 @@ def test_a_name_that_vllm_does_not_know_is_refused_with_the_nearest_that_it_know
         refuse_unknown(["max_num_seq"], where="vllm")
 
 
+@pytest.mark.parametrize("name", ["ssl_keyfile", "ssl-certfile", "uds", "headless", "config"])
+def test_options_with_which_the_trainer_would_not_find_its_server_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"vllm: {name.replace('-', '_')}: .*by HTTP at its own port"):
+        refuse_unknown([name], where="vllm:")
+
+
 def test_without_vllm_on_this_machine_no_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_settings, "vllm_options", lambda: None)
     refuse_unknown(["max_num_seq"], where="vllm")
