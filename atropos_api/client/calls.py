@@ -164,7 +164,10 @@ def lease_items(environment_id: int, request: ItemRequest) -> Call:
 def submit(
     environment_id: int, groups: Sequence[Group], *, idempotency_key: str, run_id: str | None, form: Form
 ) -> Call:
-    body, media_type = _encode_submission(environment_id, groups, form)
+    try:
+        body, media_type = _encode_submission(environment_id, groups, form)
+    except (TypeError, ValueError, RecursionError) as error:  # an object, half a surrogate pair, a loop
+        raise GroupNotEncodable(f"the group holds what JSON cannot ({type(error).__name__}: {error})") from error
     headers = {"Idempotency-Key": idempotency_key, "Content-Type": media_type}
     params = {} if run_id is None else {"run_id": run_id}
     return Call(method="POST", path="/v1/groups", params=params, content=body, headers=headers)
@@ -325,6 +328,10 @@ def _encode_submission(environment_id: int, groups: Sequence[Group], form: Form)
             # No trainer could use such a group; the broker explains the reason best from JSON.
             pass
     return _encoder.encode(Submission(environment_id=environment_id, groups=list(groups))), JSON
+
+
+class GroupNotEncodable(AtroposError):
+    """A group holds something that cannot be sent, such as an object among its messages."""
 
 
 class BrokerUnreachable(AtroposError):
