@@ -30,7 +30,7 @@ from atropos_api.common.cliconfig import ConfigError, load_config
 from atropos_api.common.identity import require_address
 from atropos_api.common.option_flags import list_options
 from atropos_api.common.secrets import SECRET, TokenSource
-from example_trainer.launcher.progress import sparkline
+from example_trainer.launcher.views import sparkline
 
 SHOWN_ENVIRONMENTS: Final = 12
 

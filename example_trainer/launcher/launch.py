@@ -18,7 +18,7 @@ import psutil
 from atropos_api.client import BrokerClient
 from atropos_api.common import metric_names
 from atropos_api.common.cliconfig import ConfigError
-from atropos_api.common.secrets import TokenSource, public_settings
+from atropos_api.common.secrets import public_settings
 from example_trainer.errors import TrainerError
 from example_trainer.launcher.base_model import (
     BASE_MODEL,
@@ -47,7 +47,16 @@ from example_trainer.launcher.plan import (
     Programs,
     make_plan,
 )
-from example_trainer.launcher.progress import Endpoint, Feed, LastingView, RegisteredServer, Snapshot, View, make_view
+from example_trainer.launcher.progress import (
+    Feed,
+    Snapshot,
+    make_feed,
+    milestones_of,
+    never_ready,
+    note_engine_start,
+    phase_of,
+    reached,
+)
 from example_trainer.launcher.restarts import RestartBudget, Restarts
 from example_trainer.launcher.run_dir import RunDir, plan_run_dir, reporting_flag, write_json, write_yaml
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig, RunSettings
@@ -57,17 +66,14 @@ from example_trainer.launcher.summary import Summary, summarise, write_rollout_p
 from example_trainer.launcher.supervisor import Supervisor
 from example_trainer.launcher.teacher import MODEL_FLAG, TEACHER, TEACHER_SERVER, own_teacher
 from example_trainer.launcher.totals import processor_use
+from example_trainer.launcher.views import LastingView, View, make_view
 from example_trainer.monitoring.trackers import EVENTS_FILE, MetricsTail
 from example_trainer.options.vllm_settings import refuse_unknown
 from example_trainer.processes.child import ChildFailed, ChildSpec
-from example_trainer.processes.ports import LOOPBACK
-from example_trainer.processes.tree import adopt_orphans, is_alive, python_path
+from example_trainer.processes.tree import adopt_orphans, python_path
 
 TICK_SECONDS = 0.1
 CACHE_LOOKUP_SECONDS = 2.0
-
-# Environments contact the broker at least every ten seconds.
-SILENCE_SECONDS = 60.0
 
 # After the environments have ended, the trainer may still write its last checkpoint; beyond this it waits in vain.
 TRAINER_LAG_SECONDS = 120.0
@@ -233,7 +239,7 @@ class Launch:
                 self.notes.append(
                     f"{entry.server} used settings written for {entry.written_for}; {log} names those that it ignored"
                 )
-        snapshot.milestones |= dict.fromkeys(_milestones(plan))
+        snapshot.milestones |= dict.fromkeys(milestones_of(plan))
         snapshot.page_url = f"{plan.endpoints.broker_url}/"
         snapshot.phase = "starting"
         # Opened before the children start, so that a resumed run shows the new steps only.
@@ -243,7 +249,7 @@ class Launch:
         plan = fleet.first_plan()
         for spec in plan.children:
             supervisor.start(_told_servers(spec, fleet))
-        feed = _make_feed(plan, snapshot, tail, events, broker_token(self.settings))
+        feed = make_feed(plan, snapshot, tail, events, broker_token(self.settings))
         with contextlib.closing(feed), contextlib.closing(fleet):
             self._watch(plan, supervisor, fleet, feed, view, stop)
             write_data_use(self.run.root, feed.read_status())
@@ -278,7 +284,7 @@ class Launch:
         while waiting:
             stop.raise_if_requested()
             rows = feed.poll()  # before failures are judged: what a program has written shows that it was ready
-            for failure in restarts.note_failures(_never_ready(plan, snapshot), apart=fleet.unsettled):
+            for failure in restarts.note_failures(never_ready(plan, snapshot), apart=fleet.unsettled):
                 self.notes.append(failure)
                 snapshot.phase = failure
                 view.update(snapshot, ())
@@ -292,9 +298,9 @@ class Launch:
             if plan.final_server is not None and TRAINER in waiting - still and still:
                 supervisor.start(_with_version(plan.final_server, snapshot))
             waiting = still
-            snapshot.phase = _phase(snapshot, waiting)
+            snapshot.phase = phase_of(snapshot, waiting)
             view.update(snapshot, [*rows, *feed.poll()])
-            _note_engine_start(snapshot, supervisor)
+            note_engine_start(snapshot, supervisor)
             if trainer_alone.seconds(waiting == {TRAINER} and bool(plan.environments)) > TRAINER_LAG_SECONDS:
                 raise ChildFailed("the environments have ended, but the trainer still waits for batches", exit_code=1)
             if environments_alone.seconds(TRAINER not in waiting) > self.settings.trainer.wait_timeout:
@@ -316,7 +322,7 @@ class Launch:
             supervisor.wait_for_end(drawing, stop.raise_if_requested)
         except ChildFailed as error:
             self.notes.append(f"reward.png could not be drawn: {error}")
-        timeline = {"start": self.started_at, "end": time.time(), **_reached(snapshot), **snapshot.marks}
+        timeline = {"start": self.started_at, "end": time.time(), **reached(snapshot), **snapshot.marks}
         timeline |= processor_use()
         write_json(self.run.timeline, timeline)
         summary = summarise(self.run.root, timeline=timeline, cost_per_hour=self.settings.trainer.cost_per_hour)
@@ -392,47 +398,6 @@ def resolved(settings: RunSettings, plan: Plan) -> dict[str, object]:
     }
 
 
-def _milestones(plan: Plan) -> list[str]:
-    servers = [(VLLM, plan.child(VLLM)), (TEACHER, plan.child(TEACHER))]
-    wanted = [(BROKER, True), *servers, (TRAINER, True), ("environment", plan.environments)]
-    return [name for name, present in wanted if present]
-
-
-def _make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, events: MetricsTail, token: TokenSource) -> Feed:
-    known = plan.endpoints.vllm_urls
-    servers: dict[str, list[Endpoint]] = {VLLM: [Endpoint(url) for url in known]} if plan.servers else {}
-    if plan.servers and not known:  # their nodes choose the ports, so the broker is asked
-        broker_url = plan.endpoints.broker_url
-        ids = [plan.settings_of(name)[VLLM]["server_id"] for name in plan.servers]
-        servers[VLLM] = [RegisteredServer(server_id, broker_url, token=token) for server_id in ids]
-    if plan.endpoints.teacher_port is not None:
-        servers[TEACHER] = [Endpoint(f"http://{LOOPBACK}:{plan.endpoints.teacher_port}")]
-    return Feed(
-        snapshot,
-        metrics=tail,
-        events=events,
-        broker=Endpoint(plan.endpoints.broker_url, token=token),
-        servers=servers,
-    )
-
-
-def _phase(snapshot: Snapshot, waiting: set[str]) -> str:
-    if TRAINER not in waiting:
-        return "final evaluation" if waiting else "ending"
-    if silent := silent_environments(snapshot):
-        return f"silent for over {SILENCE_SECONDS:.0f} s: {', '.join(silent)}"
-    if snapshot.rows:
-        return "training" if snapshot.step < snapshot.total_steps else "last checkpoint"
-    missing = [name for name, reached_at in snapshot.milestones.items() if reached_at is None]
-    return f"waiting for {', '.join(missing)}" if missing else "first evaluation and first batch"
-
-
-def silent_environments(snapshot: Snapshot) -> list[str]:
-    """Return the registered environments that have not called the broker for long: they run, but may be stuck."""
-    known = [entry for entry in snapshot.status.get("environments", ()) if isinstance(entry, dict)]
-    return [str(entry.get("name")) for entry in known if (entry.get("quiet_seconds") or 0.0) > SILENCE_SECONDS]
-
-
 def resuming(spec: ChildSpec, config: RunConfig, run_dir: Path, launched_at: float) -> ChildSpec:
     """Return a program as it is started again: the trainer continues from the run's newest checkpoint."""
     if spec.name != TRAINER:
@@ -452,27 +417,8 @@ def _told_servers(spec: ChildSpec, fleet: Fleet) -> ChildSpec:
     return replace(spec, command=fleet.for_trainer(spec.command)) if spec.name == TRAINER else spec
 
 
-def _never_ready(plan: Plan, snapshot: Snapshot) -> set[str]:
-    """Return the programs whose milestone has not been reached yet."""
-    groups = {VLLM: plan.servers, "environment": plan.environments}
-    missing = [name for name, reached_at in snapshot.milestones.items() if reached_at is None]
-    return {name for milestone in missing for name in groups.get(milestone, (milestone,))}
-
-
-def _note_engine_start(snapshot: Snapshot, supervisor: Supervisor) -> None:
-    """Record when the server's imports ended: it starts its engine's process then; the time after is the engine's."""
-    if snapshot.milestones.get("vllm") and "imports" not in snapshot.marks and VLLM in supervisor:
-        start_times = [process.create_time() for process in supervisor[VLLM].descendants if is_alive(process)]
-        if start_times:
-            snapshot.marks["imports"] = min(start_times)
-
-
 def _with_version(server: ChildSpec, snapshot: Snapshot) -> ChildSpec:
     """Add to `server`'s command the policy version of the checkpoint it serves, as the trainer last reported it."""
     version = snapshot.rows[-1].get(metric_names.POLICY_VERSION) if snapshot.rows else None
     version_flag = () if version is None else ("--policy-version", str(int(version)))
     return replace(server, command=(*server.command, *version_flag))
-
-
-def _reached(snapshot: Snapshot) -> dict[str, float]:
-    return {name: at for name, at in snapshot.milestones.items() if at is not None}

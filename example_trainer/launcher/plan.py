@@ -27,7 +27,8 @@ from example_trainer.launcher.endpoints import (
 from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, program_of, with_secrets
 from example_trainer.launcher.fleet_plan import AddedServer, server_id
 from example_trainer.launcher.run_dir import RunDir, as_plain_data
-from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings, SectionFlags
+from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings
+from example_trainer.launcher.section_flags import SectionFlags
 from example_trainer.launcher.teacher import (
     LAUNCHERS_OWN,
     TEACHER,

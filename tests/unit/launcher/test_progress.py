@@ -14,18 +14,9 @@ import pytest
 from rich.console import Console
 
 from atropos_api.common.cliconfig import ConfigError
-from example_trainer.launcher.launch import silent_environments
-from example_trainer.launcher.progress import (
-    Endpoint,
-    Feed,
-    LastingView,
-    PlainView,
-    Snapshot,
-    make_view,
-    render,
-    sparkline,
-)
+from example_trainer.launcher.progress import Endpoint, Feed, Snapshot, silent_environments
 from example_trainer.launcher.run_file import read_settings
+from example_trainer.launcher.views import LastingView, PlainView, make_view, render, sparkline
 from example_trainer.monitoring.trackers import MetricsTail
 
 
