@@ -249,7 +249,7 @@ class ChatDataset:
     def _encode_text(self, row: Row) -> tuple[list[int], list[int], list[int]]:
         """Return the ids of a prompt that is text, and ids and mask with the reply and an end token after it."""
         begin, end = getattr(self._tokenizer, "bos_token", None), self._tokenizer.eos_token_id
-        is_rendered = begin is not None and row.question.startswith(str(begin))
+        is_rendered = bool(begin) and row.question.startswith(str(begin))
         prompt = self._encode(row.question) if is_rendered else list(self._tokenizer.encode(row.question))
         reply = self._encode(row.reply)
         if reply and end is not None and reply[-1] != end:
