@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from atropos_api.common import wandb_run
-from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.secrets import redact
 from example_trainer.launcher.endpoints import (
     Endpoints,
@@ -27,7 +26,8 @@ from example_trainer.launcher.endpoints import (
 )
 from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, program_of
 from example_trainer.launcher.run_dir import RunDir, as_plain_data
-from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings, SectionFlags
+from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings
+from example_trainer.launcher.section_flags import SectionFlags, with_secrets
 from example_trainer.launcher.teacher import (
     LAUNCHERS_OWN,
     TEACHER,
@@ -243,7 +243,7 @@ class _Builder:
             # A flag cannot name one of several servers, so it applies to each.
             servers, typed = [server | dict(typed.values) for server in servers], SectionFlags()
         env = merge(env, env_flags.secret_values)
-        content = {"env": env, "openai": _with_secrets(servers, typed.secret_values)}
+        content = {"env": env, "openai": with_secrets(servers, typed.secret_values)}
         flags = [*env_flags.without_secrets().arguments, *typed.without_secrets().arguments]
         if entry.teacher is not None:
             content[TEACHER], more = self._teacher_of(entry)
@@ -434,14 +434,3 @@ class _Builder:
 
     def _child(self, name: str, command: tuple[str, ...], *, settings: str | None = None, **rest: Any) -> ChildSpec:
         return ChildSpec(name=name, command=command, secret_settings=self.secret_settings[settings or name], **rest)
-
-
-def _with_secrets(servers: Any, secret: Mapping[str, Any]) -> Any:
-    """Merge the secret flags into an environment's inference server; raise `ConfigError` if there are several."""
-    if not secret:
-        return servers
-    if isinstance(servers, list):
-        raise ConfigError(
-            f"--openai.{next(iter(secret))}: openai is a list of {len(servers)} servers in the file; set it there"
-        )
-    return merge(servers, secret)

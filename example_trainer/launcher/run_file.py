@@ -9,11 +9,10 @@ On the command line the trainer's flags have no prefix; those of the other progr
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -29,10 +28,11 @@ from atropos_api.common.cliconfig import (
     read_config_file,
 )
 from atropos_api.common.option_flags import aliases, named_in
-from atropos_api.common.secrets import redact, redact_arguments
+from atropos_api.common.secrets import redact
 from example_trainer.config import TrainingConfig, settings_from
 from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, read_environments
-from example_trainer.launcher.teacher import TEACHER, TEACHER_SERVER, check_teacher, own_teacher, unused_distillation
+from example_trainer.launcher.section_flags import PREFIXED_SECTIONS, SectionFlags, parsed_value, split_section_flags
+from example_trainer.launcher.teacher import TEACHER, check_teacher, own_teacher, unused_distillation
 from example_trainer.options.layout import BadLayout, DistributedLayout
 from example_trainer.options.modes import BridgeMode
 from example_trainer.options.presets import hand_on_environment_options, refuse_two_sizes
@@ -45,9 +45,7 @@ from example_trainer.processes.tree import PACKAGE_ROOT
 RUN_FILES = PACKAGE_ROOT / "example_trainer" / "configs"
 """The folder of the run files that come with the package."""
 
-PREFIXED_SECTIONS = ("api", "vllm", "env", "openai", TEACHER)
 PLACEMENT = "placement"
-FLAG_SECTIONS = (*PREFIXED_SECTIONS, TEACHER_SERVER)
 PROG = "atropos-grpo-run"
 _DEFAULT_MODE: BridgeMode = "shared_vllm"
 
@@ -111,45 +109,6 @@ LAUNCHER_FIELDS = frozenset(RunConfig.model_fields) - frozenset(TrainingConfig.m
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SectionFlags:
-    """The flags of one program as they were typed; the program's own parser checks them."""
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """Key (snake case) to text, list of texts, True or False, for the settings that the launcher itself reads."""
-    groups: tuple[tuple[str, ...], ...] = ()
-    """Each flag with its values as typed, section prefix included."""
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        return tuple(word for group in self.groups for word in group)
-
-    def without(self, *keys: str) -> SectionFlags:
-        """Return these flags without `keys`, which the launcher handles itself."""
-        kept = [group for group in self.groups if _key_of(group[0]) not in keys]
-        return _section_flags([list(group) for group in kept])
-
-    @property
-    def secret_values(self) -> dict[str, Any]:
-        """Values of the flags that no command line may show, in the form of a settings file."""
-        found: dict[str, Any] = {}
-        for key, value in _section_flags([list(group) for group in self.groups if _is_secret(group)]).values.items():
-            *parents, leaf = key.split(".")
-            content: dict[str, Any] = {leaf: _parsed(value)}
-            for parent in reversed(parents):
-                content = {parent: content}
-            found = merge(found, content)
-        return found
-
-    def without_secrets(self) -> SectionFlags:
-        return _section_flags([list(group) for group in self.groups if not _is_secret(group)])
-
-    def unprefixed(self, section: str) -> tuple[str, ...]:
-        """Return the arguments without the section prefix, for a program that has no sections."""
-        bare = (argument.replace(f"--{section}.", "--", 1) for argument in self.arguments)
-        return tuple(argument.replace(f"--no-{section}.", "--no-", 1) for argument in bare)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
     """All settings as they were asked for; nothing is decided yet."""
 
@@ -199,7 +158,7 @@ def read_settings(argv: Sequence[str]) -> RunSettings:
         may_choose="atropos_url" not in config.model_fields_set,
     )
     sections["vllm"] = below_flags(sections.get("vllm") or {}, named_in(own, RunConfig))
-    vllm = {**sections["vllm"], **{key: _parsed(value) for key, value in flags["vllm"].values.items()}}
+    vllm = {**sections["vllm"], **{key: parsed_value(value) for key, value in flags["vllm"].values.items()}}
     no_server = bool(config.remote_servers) or not config.local_servers
     config, vllm_remarks = with_vllm_section(config, vllm, no_server=no_server)
     settings = RunSettings(
@@ -305,21 +264,6 @@ def _requested_mode(argv: Sequence[str]) -> str | None:
     return asked
 
 
-def split_section_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, SectionFlags]]:
-    """Split the arguments into the launcher's own and those with a section's prefix."""
-    own: list[str] = []
-    flags_by_section: dict[str, list[list[str]]] = {name: [] for name in FLAG_SECTIONS}
-    current: list[str] | None = None
-    for argument in map(_expand_env_flag, argv):
-        if argument.startswith("--"):
-            current = _section_of(argument, flags_by_section)
-            if current is not None:
-                current.append(argument)
-                continue
-        (own if current is None else current).append(argument)
-    return own, {name: _section_flags(groups) for name, groups in flags_by_section.items()}
-
-
 def read_sections(path: str) -> dict[str, Any]:
     """Return the sections of a run file other than the trainer's; empty for a file without sections."""
     content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
@@ -368,57 +312,6 @@ _FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "modes_on_gpu": (_is_modes, "settings by weight bridge mode"),
 }
 """Check of the form of each section that is more than settings, and the form's name in messages."""
-
-
-def _expand_env_flag(argument: str) -> str:
-    """Expand `--env`, which is short for `--env.server`."""
-    name, equals, value = argument.partition("=")
-    return f"--env.server{equals}{value}" if name == "--env" else argument
-
-
-def _section_of(argument: str, flags_by_section: Mapping[str, list[list[str]]]) -> list[str] | None:
-    """Add a new group for this flag to its section and return it; None for a flag without a section."""
-    name = argument[2:].removeprefix("no-").split("=", 1)[0]
-    section, dot, _ = name.partition(".")
-    if not dot:
-        return None
-    if name.startswith(f"{TEACHER_SERVER}."):
-        section = TEACHER_SERVER
-    if section not in flags_by_section:
-        raise ConfigError(
-            f"unknown option {argument}{nearest(section, flags_by_section)} (sections: {', '.join(flags_by_section)})"
-        )
-    flags_by_section[section].append([])
-    return flags_by_section[section][-1]
-
-
-def _section_flags(groups: list[list[str]]) -> SectionFlags:
-    values: dict[str, Any] = {}
-    for flag, *given in groups:
-        _, equals, inline = flag.partition("=")
-        words = [inline, *given] if equals else given
-        values[_key_of(flag)] = words if len(words) > 1 else words[0] if words else not flag.startswith("--no-")
-    return SectionFlags(values=values, groups=tuple(tuple(group) for group in groups))
-
-
-def _is_secret(group: Sequence[str]) -> bool:
-    return redact_arguments(group) != list(group)
-
-
-def _parsed(value: Any) -> Any:
-    """Return a flag's value as a file would hold it: a JSON object or array becomes a mapping or list."""
-    if isinstance(value, str) and value[:1] in {"{", "["}:
-        with contextlib.suppress(ValueError):
-            return json.loads(value)
-    return value
-
-
-def _key_of(flag: str) -> str:
-    """Return a flag's key: `group_size` for `--env.group-size=8`, `seed` for `--teacher.vllm.seed`."""
-    name = flag.partition("=")[0].removeprefix("--").removeprefix("no-")
-    if name.startswith(f"{TEACHER_SERVER}."):
-        return name.removeprefix(f"{TEACHER_SERVER}.").replace("-", "_")
-    return name.partition(".")[2].replace("-", "_")
 
 
 def _split_config_paths(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from atropos_api.common.cliconfig import ConfigError
-from example_trainer.launcher.run_file import read_settings, split_section_flags, trainer_settings
+from example_trainer.launcher.run_file import read_settings, trainer_settings
+from example_trainer.launcher.section_flags import split_section_flags
 
 RUN_FILE = """
 trainer: {model_name: m, training_steps: 5, lr: 1.0e-4}
