@@ -211,6 +211,12 @@ def test_output_of_any_length_never_blocks_a_child(supervisor: Supervisor) -> No
     assert child.log_path.stat().st_size > 2_000_000
 
 
+def test_a_refusal_is_told_though_its_program_s_own_server_still_writes_after_it(supervisor: Supervisor) -> None:
+    code = "import sys; print('prog: error: no server'); [print('  log', n) for n in range(30)]; sys.exit(2)"
+    supervisor.start(python("trainer", code, ends_by_itself=True))
+    assert str(check_until_failure(supervisor)) == "trainer: prog: error: no server"
+
+
 def test_a_launcher_killed_while_it_makes_its_temporary_directory_leaves_none(tmp_path: Path) -> None:
     code = """
 import os, pathlib, signal, sys
