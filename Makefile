@@ -18,10 +18,9 @@ INSTALLED := $(VENV)/.installed-$(PLATFORM)
 INSTALLED_DEV := $(VENV)/.installed-dev
 # Only asked when the configured registry has no CPU build of torch.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
-INSTALL_cpu = $(BIN)/pip install --quiet --no-deps --requirement $(LOCK) || \
-	$(BIN)/pip install --quiet --no-deps --requirement $(LOCK) --extra-index-url $(TORCH_CPU_INDEX)
-INSTALL_gpu = $(BIN)/pip install --quiet --requirement $(LOCK)
-INSTALL_LOCK = $(INSTALL_$(PLATFORM))
+INSTALL = $(BIN)/python requirements/install.py
+INSTALL_cpu = $(INSTALL) --or-from $(TORCH_CPU_INDEX) --no-deps --requirement $(LOCK)
+INSTALL_gpu = $(INSTALL) --requirement $(LOCK)
 # The environment of the other targets where there is one, unless PYTHON names another.
 GPU_PYTHON := $(if $(and $(wildcard $(BIN)/python),$(filter file,$(origin PYTHON))),$(BIN)/python,$(PYTHON))
 DEMO_FLAGS ?=
@@ -102,11 +101,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(INSTALLED): $(BIN)/python $(LOCK) pyproject.toml
-	@echo "Installing the pinned packages (a few minutes, about 2 GB, once)"
-	@$(INSTALL_LOCK)
+	@echo "Installing the pinned packages (about 2 GB, once)"
+	@$(INSTALL_$(PLATFORM))
 	@$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(INSTALLED_DEV): $(INSTALLED) requirements/dev.txt
-	@$(BIN)/pip install --quiet --no-deps --requirement requirements/dev.txt
+	@$(INSTALL) --no-deps --requirement requirements/dev.txt
 	@touch $@

@@ -1,4 +1,4 @@
-"""The base model that a run begins with: it is a directory, a Hugging Face id, or a tiny model made on this machine.
+"""The base model that a run begins with: it is a directory, a Hugging Face id, or a tiny model, shipped or made here.
 
 A Hugging Face id is looked up once here, in the local cache and then on the hub, before four programs ask for it.
 """

@@ -15,11 +15,11 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m example_trainer.tiny", description=__doc__.split(": ", 1)[1])
     parser.add_argument("--task", choices=TASK_NAMES, default="chain")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="copy the model here; without it the cached folder is named")
+    parser.add_argument("--out", type=Path, help="copy the model here; without it the folder of the model is named")
     parser.add_argument("--cache-dir", type=Path, help="default: $ATROPOS_CACHE or ~/.cache/atropos")
     options = parser.parse_args(argv)
-    cached = find_base(options.task, options.seed, options.cache_dir)
-    path = cached or ensure_base(options.task, options.seed, options.cache_dir)
+    found = find_base(options.task, options.seed, options.cache_dir)
+    path = found or ensure_base(options.task, options.seed, options.cache_dir)
     if options.out is not None:
         copy_base(path, options.out)
     report = read_report(path)
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
         f"pass rate at T=1 {report.pass_rate:.3f}\n"
         f"greedy accuracy {report.greedy_accuracy:.3f}\n"
         f"mean length {report.mean_length_tokens:.1f} tokens\n"
-        f"{'from the cache' if cached else f'made in {report.seconds:.0f} s'}\n"
+        f"{'found' if found else f'made in {report.seconds:.0f} s'}\n"
     )
     return 0
 

@@ -1,8 +1,8 @@
-"""The cache of made base models: it says when one may be used again.
+"""Base models are found here: that of the demo comes with the package, others are made once and cached.
 
-A model is found by a key over everything that shapes it: the sources of this package and of the tasks, the versions of
-the libraries that train it, the task and the seed. It is made beside its place and renamed, under a lock, so that two
-processes that want the same one make it once.
+A cached model is found by a key over everything that shapes it: the sources of this package and of the tasks, the
+versions of the libraries that train it, the task and the seed. It is made beside its place and renamed, under a lock,
+so that two processes that want the same one make it once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from pathlib import Path
 from environments.tasks.arithmetic import TaskName
 from example_trainer.errors import TrainerError
 
+SHIPPED_BASES = Path(__file__).parent / "bases"
+"""Folder of the models that come with the package, each in a folder `TASK-SEED`."""
 REPORT_FILE = "base.json"
 WEIGHTS_FILE = "model.safetensors"
 THREADS = 2  # fixed, for the weights depend on it in their last digits
@@ -40,6 +42,8 @@ class BaseReport:
     greedy_accuracy: float
     mean_length_tokens: float
     seconds: float
+    recipe: str
+    """The key of the recipe that made it; see `recipe_key`."""
 
 
 class BaseNotWritten(TrainerError):
@@ -47,16 +51,20 @@ class BaseNotWritten(TrainerError):
 
 
 def find_base(task: TaskName, seed: int = 0, cache_dir: Path | None = None) -> Path | None:
-    """Return the folder of the base model for `task` and `seed`, if the cache has it."""
+    """Return the folder of the base model for `task` and `seed`, if the package or the cache has it."""
+    shipped = SHIPPED_BASES / f"{task}-{seed}"
+    if is_complete(shipped):
+        return shipped
     target = _place_of(task, seed, cache_dir)
     return target if is_complete(target) else None
 
 
 def ensure_base(task: TaskName, seed: int = 0, cache_dir: Path | None = None) -> Path:
-    """Return the folder of the base model for `task` and `seed`, made now if it is not in the cache."""
+    """Return the folder of the base model for `task` and `seed`, made now if nobody has made it."""
+    found = find_base(task, seed, cache_dir)
+    if found is not None:
+        return found
     target = _place_of(task, seed, cache_dir)
-    if is_complete(target):
-        return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(target.parent / f"{target.name}.lock"):
@@ -98,10 +106,14 @@ def default_cache_dir() -> Path:
 
 
 def content_key(task: TaskName, seed: int) -> str:
-    """A short hash over whatever decides how the model comes out."""
-    digest = sha256(f"{task}/{seed}".encode())
-    for name in ("torch", "transformers", "tokenizers"):
-        digest.update(f"{name}=={version(name)}".encode())
+    """Return a short hash over everything that shapes a model: task, seed, recipe and libraries."""
+    libraries = [f"{name}=={version(name)}" for name in ("torch", "transformers", "tokenizers")]
+    return sha256("/".join([task, str(seed), *libraries, recipe_key()]).encode()).hexdigest()[:12]
+
+
+def recipe_key() -> str:
+    """Return a short hash over the sources that make a model."""
+    digest = sha256()
     for source in _recipe_sources():
         digest.update(source.read_bytes())
     return digest.hexdigest()[:12]

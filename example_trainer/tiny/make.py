@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from environments.tasks.arithmetic import TASK_NAMES, TaskName, grade, held_out_problems
-from example_trainer.tiny.cache import THREADS, WEIGHTS_FILE, BaseReport, write_report
+from example_trainer.tiny.cache import THREADS, WEIGHTS_FILE, BaseReport, recipe_key, write_report
 from example_trainer.tiny.model import CONTEXT_LENGTH, generate_texts, make_model
 from example_trainer.tiny.tokenizer import make_tokenizer, render_prompt
 from example_trainer.tiny.warmup import warm_up
@@ -42,6 +42,7 @@ def make_base(task: TaskName, seed: int, directory: Path) -> BaseReport:
         greedy_accuracy=round(greedy, 4),
         mean_length_tokens=round(length, 1),
         seconds=round(time.monotonic() - started, 1),
+        recipe=recipe_key(),
     )
 
 
@@ -63,7 +64,7 @@ def measure(
 
 
 def main(argv: list[str]) -> int:
-    """`TASK SEED DIRECTORY`: what `cache` runs in a process of its own."""
+    """Make a model by `TASK SEED DIRECTORY`; `cache` runs this in a process of its own."""
     task, seed, directory = argv
     if task not in TASK_NAMES:
         raise ValueError(f"no task {task!r}; there are {', '.join(TASK_NAMES)}")

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from example_trainer.processes.tree import is_alive, wait_until
+from example_trainer.tiny import ensure_base
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "configs/demo.yaml")
@@ -31,15 +32,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="session")
 def base_model() -> str:
-    """The demo's base, created if this machine has none yet."""
-    made = subprocess.run(
-        [sys.executable, "-m", "example_trainer.tiny", "--task", "chain"],
-        check=True,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    return dict(line.split(" ", 1) for line in made.stdout.splitlines())["path"]
+    return str(ensure_base("chain"))
 
 
 @pytest.fixture
@@ -100,6 +93,7 @@ def test_the_demo_learns(demo, traces) -> None:
     assert not [path for path in Path("/dev/shm").iterdir() if boot_id in path.name]
 
 
+@pytest.mark.skipif("ATROPOS_LEARNING" not in os.environ, reason="another learning run; ATROPOS_LEARNING=1 runs it")
 def test_with_advantages_shuffled_nothing_is_learnt(demo, tmp_path: Path) -> None:
     """The control run has its rewards shuffled inside each batch.
 
