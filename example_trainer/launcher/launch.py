@@ -28,6 +28,7 @@ from example_trainer.launcher.base_model import (
 from example_trainer.launcher.data_use import write_data_use
 from example_trainer.launcher.endpoints import Endpoints, broker_token, settle_endpoints
 from example_trainer.launcher.environment_settings import require_fillable
+from example_trainer.launcher.lasting_view import LastingView
 from example_trainer.launcher.plan import (
     BROKER,
     FINAL_SERVER,
@@ -38,7 +39,7 @@ from example_trainer.launcher.plan import (
     Programs,
     make_plan,
 )
-from example_trainer.launcher.progress import Endpoint, Feed, LastingView, Snapshot, View, make_view
+from example_trainer.launcher.progress import Endpoint, Feed, Snapshot, View, make_view
 from example_trainer.launcher.restarts import RestartBudget, Restarts
 from example_trainer.launcher.run_dir import RunDir, plan_run_dir, reporting_flag, write_json, write_yaml
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig, RunSettings

@@ -12,8 +12,7 @@ import http.client
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -29,7 +28,6 @@ from rich.text import Text
 from atropos_api.client.events import count_drops, explain_drops, explain_wait
 from atropos_api.common import metric_names as names
 from atropos_api.common.secrets import TokenSource
-from atropos_api.common.streams import discard_output
 from example_trainer.monitoring.trackers import MetricsTail, read_row
 
 STATUS_INTERVAL_SECONDS = 1.0
@@ -209,33 +207,6 @@ def make_view(choice: str, out: IO[str] | None = None) -> View:
         return JsonView(out) if choice == "json" else QuietView()
     live = choice == "live" or (choice == "auto" and out.isatty())
     return LiveView(Console(file=out)) if live else PlainView(out)
-
-
-class LastingView:
-    """Shows what another view does, until the output cannot be written: a closed pipe or a full disk ends no run."""
-
-    def __init__(self, view: View, out: IO[str] | None = None) -> None:
-        self._view = view
-        self._out = out or sys.stdout
-
-    def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
-        with self._forgiving(snapshot):
-            self._view.update(snapshot, rows)
-
-    def close(self) -> None:
-        with self._forgiving():
-            self._view.close()
-
-    @contextmanager
-    def _forgiving(self, snapshot: Snapshot | None = None) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._view = QuietView()
-            discard_output(self._out)
-            where = "" if snapshot is None else f" in {snapshot.run_dir}"
-            with suppress(OSError):
-                sys.stderr.write(f"the output cannot be written ({error.strerror}); the run goes on{where}\n")
 
 
 class QuietView:
