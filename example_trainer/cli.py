@@ -14,27 +14,30 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import Field
 
-from atropos_api.common.cliconfig import ConfigError, load_config, run_cli
+from atropos_api.common.cliconfig import ConfigError, load_config, run_cli, validate
 from atropos_api.common.files import RecentLines
 from atropos_api.common.logs import LogContext, setup_logging
+from atropos_api.common.option_flags import named_in
 from atropos_api.common.secrets import TokenSource, public_settings
 from atropos_api.common.tracing import open_tracing
 from example_trainer.config import TrainingConfig, settings_from
-from example_trainer.launcher.base_model import require_model
+from example_trainer.launcher.base_model import refuse_missing_layers, require_model
 from example_trainer.launcher.run_dir import provenance, require_writable, write_json
-from example_trainer.launcher.run_file import trainer_settings
+from example_trainer.launcher.run_file import read_sections, trainer_settings
 from example_trainer.memory.fit import with_changes
 from example_trainer.memory.preflight import preflight
 from example_trainer.options.presets import find_environment_option
+from example_trainer.options.server import with_own_section
+from example_trainer.serving.config import ServerConfig
 
 if TYPE_CHECKING:
     from atropos_api.client import BrokerClient
@@ -116,18 +119,23 @@ def main() -> NoReturn:
 def run(argv: list[str]) -> int:
     """Train as `argv` says; return 0 after the last step, 3 if `--stop-on` ended the run, 128 + signal after a stop."""
     refuse_environment_options(argv)
-    settings, own, _ = trainer_settings(argv)
+    settings, own, paths = trainer_settings(argv)
     command = load_config(
         TrainerCommand, own, prog=PROG, description=DESCRIPTION, defaults=settings_from(os.environ) | settings
     )
     asked = TrainingConfig(**command.model_dump(exclude={"dry_run"}, exclude_unset=True))
+    sections = [read_sections(path).get("vllm") or {} for path in paths]
+    asked, remarks = with_own_section(asked, sections, named_in(own, TrainerCommand))
+    if asked.may_start_server:
+        validate(ServerConfig, {"model": asked.model_name, **asked.vllm_settings})  # vLLM itself would look much later
     choice = preflight(asked, starts_server=not asked.servers_outlive_publish)
     config = settle_run_dir(with_changes(asked, choice.changes))
     if command.dry_run:
         sys.stdout.write(json.dumps(public_settings(config), indent=2) + "\n")
-        sys.stderr.writelines(f"{warning}\n" for warning in config.warnings())
+        sys.stderr.writelines(f"{warning}\n" for warning in (*remarks, *config.warnings()))
         return 0
     require_model(config.model_name)
+    refuse_missing_layers(config)
     if config.ref_model is not None:
         require_model(config.ref_model, "--ref-model")
     name = "trainer" if config.world_size == 1 else f"trainer {config.trainer_rank}"
@@ -135,7 +143,7 @@ def run(argv: list[str]) -> int:
     silence_unused_kernels(config)
     if choice.sentence:
         logger.info("%s", choice.sentence)
-    for warning in config.warnings():
+    for warning in (*remarks, *config.warnings()):
         logger.warning("%s", warning)
     return _train(config, logs)
 
@@ -243,8 +251,13 @@ def _bridge(config: TrainingConfig, ranks: Ranks, session: BrokerSession) -> Wei
     return RankedBridge(own, policy_options(config), ranks, by_bucket=config.broadcasts)
 
 
-def run_trackers(config: TrainingConfig, *, writes: bool = True) -> RunTrackers:
-    """Return trackers for `metrics.jsonl` and `events.jsonl` in the run directory, and W&B and TensorBoard if set."""
+def run_trackers(
+    config: TrainingConfig, *, writes: bool = True, settings: Mapping[str, Any] | None = None
+) -> RunTrackers:
+    """Return trackers for `metrics.jsonl` and `events.jsonl` in the run directory, and W&B and the like if set.
+
+    `settings` are recorded there as those of the run, in place of `config`.
+    """
     from example_trainer.monitoring.trackers import (
         RunTrackers,
         SummaryTracker,
@@ -255,6 +268,7 @@ def run_trackers(config: TrainingConfig, *, writes: bool = True) -> RunTrackers:
     )
 
     directory = config.required_run_dir
+    settings = settings or public_settings(config)
     openers: list[Callable[[], Tracker]] = []
     if config.metrics_port is not None:
         from example_trainer.monitoring.prometheus import PrometheusTracker
@@ -271,11 +285,10 @@ def run_trackers(config: TrainingConfig, *, writes: bool = True) -> RunTrackers:
                 group=config.wandb_group,
                 name=config.wandb_run_name or config.name,
                 directory=directory,
-                config=public_settings(config),
+                config=settings,
             )
         )
     if config.use_trackio:
-        settings = public_settings(config)
         openers.append(lambda: TrackioTracker(name=directory.name, group=config.name, config=settings))
     return RunTrackers(directory, openers, writes=writes)
 

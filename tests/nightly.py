@@ -54,6 +54,7 @@ LONG = {
     "ATROPOS_RESTARTS": "10",
     "ATROPOS_SANDBOX": "all",
     "ATROPOS_SCAFFOLD": "1",
+    "ATROPOS_SCALING": "1",
     "ATROPOS_SCHEMA_EXAMPLES": "100",
     "ATROPOS_SIMULATION_EVENTS": "3000000",
     "ATROPOS_STOCK_VLLM": "1",
@@ -98,9 +99,9 @@ STAGES = (
     Stage("verifiers", ("tests/unit/environments/test_verifiers.py",), ("verifiers>=0.1.12,<0.3",)),
     Stage("reasoning-gym", ("tests/unit/environments/test_reasoning_gym.py",), ("reasoning-gym>=0.1.19",)),
     Stage(
-        "tensorboard",
+        "trackers",
         ("tests/unit/monitoring/test_trackers.py", "tests/unit/trainer/test_flag_effects.py"),
-        ("tensorboard",),
+        ("tensorboard", "trackio"),
     ),
     Stage(
         "clients",

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.files import expand_home
+from atropos_api.common.identity import is_this_host
 from atropos_api.common.secrets import TOKEN_VARIABLE, TokenSource
 from example_trainer.launcher.run_file import RunConfig, RunSettings
 from example_trainer.launcher.teacher import TEACHER_SERVER, own_teacher
@@ -23,6 +25,7 @@ from example_trainer.memory.preflight import is_given, preflight, serves_on, tra
 from example_trainer.processes.ports import LOOPBACK, as_port, free_port, free_ports, require_free
 
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - for servers on nodes of a cluster; the broker lists the one it is called from
+EVERYWHERE = frozenset({EVERY_ADDRESS, "::"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +49,8 @@ class Endpoints:
     @property
     def vllm_urls(self) -> tuple[str, ...]:
         """The addresses of the servers that are known before they start."""
-        return self.remote_urls or tuple(f"http://{LOOPBACK}:{port}" for port in self.vllm_ports if port)
+        host = LOOPBACK if self.server_host in EVERYWHERE else self.server_host
+        return self.remote_urls or tuple(f"http://{host}:{port}" for port in self.vllm_ports if port)
 
 
 def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> Endpoints:
@@ -67,7 +71,7 @@ def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> En
         remote_urls=remote,
         teacher_port=_teacher_port(settings, held),
         broker_host=host,
-        server_host=EVERY_ADDRESS if settings.placement.is_ray else LOOPBACK,
+        server_host=_server_host(settings),
     )
 
 
@@ -129,6 +133,17 @@ def _memory_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _server_host(settings: RunSettings) -> str:
+    """Return the address at which servers of this launch listen: loopback unless another of this host is asked for.
+
+    A server that is placed listens everywhere: the broker lists the address that its node is reached at.
+    """
+    if settings.placement.is_ray:
+        return EVERY_ADDRESS
+    asked = str(settings.section("vllm").get("host") or settings.trainer.vllm_host)
+    return asked if is_this_host(asked) else LOOPBACK
+
+
 def _broker_port(settings: RunSettings, held: ExitStack | None, host: str) -> int:
     asked = settings.section("api").get("port")
     if asked is None:
@@ -181,7 +196,7 @@ def broker_token(settings: RunSettings) -> TokenSource:
 def token_variables(token: TokenSource) -> dict[str, str]:
     """Return the token's variable, or its file's, and empty the other: an inherited value must not contradict it."""
     if token.file is not None:
-        return {TOKEN_VARIABLE: "", f"{TOKEN_VARIABLE}_FILE": str(token.file.expanduser().absolute())}
+        return {TOKEN_VARIABLE: "", f"{TOKEN_VARIABLE}_FILE": str(expand_home(token.file).absolute())}
     return {TOKEN_VARIABLE: token.value, f"{TOKEN_VARIABLE}_FILE": ""} if token.value else {}
 
 

@@ -80,13 +80,17 @@ class Restarts:
         """True for a program that has failed and will be started again after its pause."""
         return name in self._pending
 
-    def note_failures(self, never_ready: Collection[str]) -> list[str]:
+    def cancel(self, name: str) -> None:
+        """Do not start a program again, if its restart is planned."""
+        self._pending.pop(name, None)
+
+    def note_failures(self, never_ready: Collection[str], *, apart: Collection[str] = ()) -> list[str]:
         """End what is left of each failed program and plan its restart; return a line for each.
 
         Raises `ChildFailed` if a restart cannot mend one of the failures. `never_ready` names the programs that have
-        not been ready yet: if one of these exits by itself, its settings do not work.
+        not been ready yet: if one of these exits by itself, its settings do not work. Those in `apart` may fail.
         """
-        failed = self._supervisor.failed()
+        failed = [child for child in self._supervisor.failed() if child.name not in apart]
         lines = []
         for child in failed:
             final = self._final_cause(child, never_ready)

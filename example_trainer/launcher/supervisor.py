@@ -22,6 +22,7 @@ import psutil
 
 from example_trainer.launcher.run_dir import write_yaml
 from example_trainer.processes.child import (
+    SHOWN_LINES,
     Child,
     ChildFailed,
     ChildSpec,
@@ -50,6 +51,8 @@ EXPLAINED_IN_ONE_LINE = frozenset({2, 3})
 STOP_GRACE_SECONDS = 10.0
 FAILURE_GRACE_SECONDS = 3.0
 OBSERVE_INTERVAL_SECONDS = 1.0
+LEAST_FREE_BYTES = 64 * 1024
+"""Free space on a disk, at which programs that write to it fail."""
 
 # vLLM appends 37 characters for a socket, whose whole path the kernel limits to 107.
 LONGEST_SCRATCH = 70
@@ -66,10 +69,12 @@ class Supervisor:
         self._log_dir = log_dir
         self._mark = uuid.uuid4().hex
         # A directory of its own keeps sockets and scratch files of killed children findable.
-        self._temporary_dir = _make_scratch()
+        self._temporary_dir = _name_scratch(self._mark)
         self._shared_memory = SharedMemoryLedger()
+        # Before the directory is made: a launcher that is killed between the two leaves nothing either way.
         scratch = self._temporary_dir
         self._guardian = Guardian(mark=self._mark, temporary_dir=scratch, detached=detached) if guarded else None
+        _make_scratch(Path(scratch))
         self._children: dict[str, Child] = {}
         self._observed_at = 0.0
 
@@ -86,6 +91,9 @@ class Supervisor:
 
     def __contains__(self, name: str) -> bool:
         return name in self._children
+
+    def find(self, name: str) -> Child | None:
+        return self._children.get(name)
 
     def __iter__(self) -> Iterator[Child]:
         return iter(list(self._children.values()))
@@ -231,28 +239,39 @@ def _is_short_task(process: psutil.Process, child: Child) -> bool:
         return True
 
 
-def _make_scratch() -> str:
-    """Make a temporary directory, with a link to torch's compile cache, so that compiled code is found again."""
-    scratch = tempfile.mkdtemp(prefix="atropos-")
-    if len(scratch) > LONGEST_SCRATCH:
-        Path(scratch).rmdir()
-        scratch = tempfile.mkdtemp(prefix="atropos-", dir="/tmp")
-    compile_cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+def _name_scratch(mark: str) -> str:
+    """Return the path of the run's temporary directory, which is not made yet."""
+    scratch = Path(tempfile.gettempdir()) / f"atropos-{mark[:12]}"
+    return str(scratch if len(str(scratch)) <= LONGEST_SCRATCH else Path("/tmp", scratch.name))  # noqa: S108 - its name is random
+
+
+def _make_scratch(scratch: Path) -> None:
+    """Make the temporary directory, with a link to torch's compile cache, so that compiled code is found again."""
+    scratch.mkdir(mode=0o700)
+    try:
+        compile_cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    except (KeyError, OSError):  # a user without a name, as a container may have: torch compiles anew
+        return
     compile_cache.mkdir(exist_ok=True)
-    Path(scratch, compile_cache.name).symlink_to(compile_cache)
-    return scratch
+    (scratch / compile_cache.name).symlink_to(compile_cache)
 
 
 def _refusal(child: SupervisedProgram) -> str:
-    """Return a program's last log line, in which it says what it refuses or why it stopped."""
-    lines = [line for line in child.last_lines() if line.strip()]
-    return f"{child.name}: {lines[-1] if lines else f'exited {child.exit_code} without a message'}"
+    """Return the line of a program's log in which it says what it refuses, or else its last one, which says why it
+    stopped.
+    """
+    # Such a line may be followed by the log of a server of the program's own, and by what that still writes.
+    lines = [line for line in child.last_lines(3 * SHOWN_LINES) if line.strip()]
+    told = [line for line in lines if ": error: " in line] if child.exit_code == 2 else []
+    return f"{child.name}: {(told or lines or [f'exited {child.exit_code} without a message'])[-1]}"
 
 
 def _report(child: SupervisedProgram, note: str) -> str:
     code, tail = child.exit_code, child.last_lines()
     why = "" if code is not None and code < 0 else reason(tail)
     lines = "".join(f"\n  {line}" for line in tail)
+    if shutil.disk_usage(child.log_path.parent).free < LEAST_FREE_BYTES:
+        why += f": the disk of {child.log_path.parent} is full"
     told = f" ({note})" if note else ""
     return f"{child.name} {describe_end(child)}{why}{told}; the end of {child.log_path}:{lines}"
 

@@ -12,13 +12,16 @@ torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.option_flags import flag
 from example_trainer.options.modes import MODES
+from example_trainer.options.objective import SEQUENCE_RATIO_LOSSES
 
 PresetName = Literal[
     "recommended",
@@ -200,6 +203,7 @@ def _under(preset: Preset, given: Mapping[str, Any]) -> dict[str, Any]:
 
 ENVIRONMENT_OPTIONS: Mapping[str, str] = {
     "group_size": "env.group_size",
+    "num_generations": "env.group_size",
     "eval_steps": "env.steps_per_eval",
     "data_path": "env.data_path",
     "val_data_path": "env.val_data_path",
@@ -231,12 +235,18 @@ class CourseOptions(BaseModel):
         None, exclude=True, description="true: --advantage-norm group; false: --advantage-norm none."
     )
 
+    importance_sampling_level: Literal["token", "sequence"] | None = Field(
+        None, exclude=True, description="TRL's name for the level of the ratio. sequence: --loss-type gspo."
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _translate(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
         given = {name: value for name, value in values.items() if value is not None or name not in _OWN}
+        if given.pop("importance_sampling_level", None) == "sequence":
+            given["loss_type"] = _at_sequence_level(given.get("loss_type", "grpo"))
         normalised = given.pop("use_std_normalization", None)
         if normalised is not None:
             given["advantage_norm"] = "group" if _is_true(normalised) else "none"
@@ -249,6 +259,14 @@ class CourseOptions(BaseModel):
     @classmethod
     def _accept_spelling(cls, value: object) -> object:
         return "grpo" if value == "grpo_clip" else value
+
+
+def refuse_two_sizes(typed: Collection[str]) -> None:
+    """Raise `ConfigError` if a command line gives a size in the course's terms and also one that follows from it."""
+    course = [flag(name) for name in ("rollout_batch_size", "train_batch_size") if name in typed]
+    own = [flag(name) for name in ("batch_size", "mini_batches") if name in typed]
+    if course and own:
+        raise ConfigError(f"{own[0]} follows from {' and '.join(course)}; give the one or the other")
 
 
 def hand_on_environment_options(argv: Sequence[str]) -> list[str]:
@@ -316,6 +334,15 @@ def _positive(name: str, value: Any) -> int | None:
     if number < 1:
         raise ValueError(f"--{name.replace('_', '-')} {value}: a whole number of at least 1 is needed")
     return number
+
+
+def _at_sequence_level(loss_type: str) -> str:
+    """Return the loss whose ratio is a sequence's: that of `grpo` is `gspo`."""
+    if loss_type in SEQUENCE_RATIO_LOSSES:
+        return loss_type
+    if loss_type == "grpo":
+        return "gspo"
+    raise ValueError(f"--importance-sampling-level sequence: --loss-type {loss_type} has a ratio a token; use gspo")
 
 
 def _is_true(value: Any) -> bool:

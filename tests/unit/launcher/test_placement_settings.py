@@ -108,7 +108,6 @@ def test_the_programs_are_those_of_a_local_run_but_for_addresses(tmp_path: Path,
     addresses = {
         "host",
         "port",
-        "server_id",
         "broker_url",
         "atropos_url",
         "rollout_server_url",
@@ -120,7 +119,7 @@ def test_the_programs_are_those_of_a_local_run_but_for_addresses(tmp_path: Path,
             other = there.files[path][section]
             assert {key for key in held | other if held.get(key) != other.get(key)} <= addresses | shares, path
     served = there.settings_of("vllm-2")["vllm"]
-    assert (served["host"], served["port"], served["server_id"]) == (EVERY_ADDRESS, 0, "vllm-2")
+    assert (served["host"], served["port"]) == (EVERY_ADDRESS, 0)
 
 
 def test_a_broker_that_other_machines_reach_has_a_token() -> None:
