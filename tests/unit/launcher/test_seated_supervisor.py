@@ -119,6 +119,14 @@ def test_a_server_that_is_added_later_gets_a_place_like_the_first_one_s(supervis
     supervisor.start(spec("vllm-2"))
     assert wait_until(lambda: not supervisor.failed() and "vllm-2" in placement.places, 10)
     assert wait_until(lambda: not supervisor.failed() and placement.places["vllm-2"][0].started, 10)
+    found = supervisor.find("vllm-2")
+    assert found is not None
+    placement.places["vllm-2"][0].now = ProgramState(exit_code=0)
+    assert supervisor.failed() == []
+    assert found.exit_code == 0, "it has drained"
+    supervisor.stop("vllm-2")
+    assert supervisor.find("vllm-2") is None
+    assert (placement.free, "vllm-2" in placement.places) == (1, False)
 
 
 def test_what_has_no_role_runs_here_and_the_end_stops_every_seat(tmp_path: Path) -> None:
