@@ -24,7 +24,7 @@ from example_trainer.launcher.restarts import Restarts
 from example_trainer.launcher.run_dir import RunDir, reporting_flag, write_yaml
 from example_trainer.launcher.run_file import RunSettings
 from example_trainer.launcher.supervisor import Supervisor, describe_end
-from example_trainer.processes.child import Child, ChildSpec
+from example_trainer.processes.child import ChildSpec, SupervisedProgram
 from example_trainer.processes.ports import free_port
 
 logger = logging.getLogger(__name__)
@@ -245,11 +245,15 @@ class Fleet:
         if planned is not None:
             return planned
         assert self._plan.add_server is not None
-        spec, files = self._plan.add_server(server.index, free_port(held=server.port))
+        spec, files = self._plan.add_server(server.index, self._free_port(server))
         with reporting_flag(self._run.configs, "--run-dir"):
             for path, content in files.items():
                 write_yaml(path, content)
         return spec
+
+    def _free_port(self, server: _Server) -> int:
+        """Return a free port of this machine; on another one the server takes one by itself."""
+        return 0 if self._settings.placement.is_ray else free_port(held=server.port)
 
     def _release_surplus(self, states: Mapping[str, str], restarts: Restarts, *, complete: bool) -> Iterator[str]:
         """Have the newest servers drained; stop those that nobody can have sent a request."""
@@ -271,7 +275,7 @@ class Fleet:
     def _make(self, index: int, *, answered: bool) -> _Server:
         return _Server(index=index, server_id=server_id(self._settings, self._run, index), answered=answered)
 
-    def _child(self, server: _Server) -> Child | None:
+    def _child(self, server: _Server) -> SupervisedProgram | None:
         return self._supervisor.find(server.name)
 
     def _forget(self, server: _Server) -> None:

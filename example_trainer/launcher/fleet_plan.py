@@ -57,7 +57,7 @@ def limits_of(config: RunConfig, environ: Mapping[str, str]) -> FleetLimits:
     planned = 0 if config.remote_servers else config.local_servers
     if fixed := _why_fixed(config):
         return FleetLimits(planned=planned, least=planned, most=planned, fixed=fixed)
-    if not serves_from_gpu(environ):
+    if config.placement != "local" or not serves_from_gpu(environ):  # a cluster's nodes decide what there is room for
         return FleetLimits(planned=planned, least=1, most=max(planned, MOST_SERVERS))
     if config.vllm_gpu is None:
         limit = f"they divide the memory of the trainer's GPU by --num-inference-nodes {planned}; give that a higher "

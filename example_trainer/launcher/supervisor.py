@@ -92,7 +92,7 @@ class Supervisor:
     def __contains__(self, name: str) -> bool:
         return name in self._children
 
-    def find(self, name: str) -> Child | None:
+    def find(self, name: str) -> SupervisedProgram | None:
         return self._children.get(name)
 
     def __iter__(self) -> Iterator[Child]:

@@ -106,7 +106,7 @@ def mapped_files(pid: int, root: Path = SHARED_MEMORY) -> set[str]:
 
 
 GRACE_SECONDS = 3.0
-DETACHED = "--detached"
+_DETACH = "import os, sys; os.fork() and os._exit(0); os.execv(sys.argv[1], sys.argv[1:])"
 
 
 class Guardian:
@@ -114,14 +114,17 @@ class Guardian:
 
     def __init__(self, *, mark: str, temporary_dir: str, detached: bool = False) -> None:
         """`detached` is for a launcher whose own starter kills its child processes: the guardian is then none."""
+        command = [sys.executable, "-m", __name__]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *([DETACHED] if detached else [])],
+            [sys.executable, "-I", "-S", "-c", _DETACH, *command] if detached else command,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": python_path()},
             start_new_session=True,
         )
+        if detached:
+            self._process.wait()  # what is left of it is no child any more
         self._write({"mark": mark, "temporary_dir": temporary_dir})
 
     @property
@@ -171,6 +174,4 @@ def keep_watch(pipe: IO[str]) -> int:
 
 if __name__ == "__main__":
     os.chdir("/")
-    if DETACHED in sys.argv and os.fork():
-        os._exit(0)
     sys.exit(keep_watch(sys.stdin))

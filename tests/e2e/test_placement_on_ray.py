@@ -227,7 +227,7 @@ def test_without_the_head_a_run_ends_with_the_line_that_resumes_it_and_goes_on_h
         launched = standins(*FLAGS, "--placement-address", nodes.address, "--training-steps", "4000")
         launched.wait_for_steps(3)
         nodes.gcs.kill()
-        code, _, error = launched.end(60)
+        code, _, error = launched.end(120)
         assert code == 1
         assert f"the Ray head at {nodes.address} does not answer any more" in error
         assert f"--run-dir {launched.run_dir} --resume auto" in error

@@ -206,8 +206,12 @@ class RayPlacement:
         ending.join(CLOSE_SECONDS)
 
     def _release_all(self) -> None:
-        for role in list(self._placed):
-            self.release(role)
+        # Threads that Python does not wait for at its end: a call to a head that is gone takes a minute.
+        threads = [threading.Thread(target=self.release, args=(role,), daemon=True) for role in list(self._placed)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         ray.shutdown()
 
     def _await_groups(self, roles: Sequence[Role], placed: Mapping[str, _Placed], on_wait: Callable[[], None]) -> None:

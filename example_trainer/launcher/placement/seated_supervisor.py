@@ -75,6 +75,9 @@ class SeatedSupervisor(Supervisor):
     def __getitem__(self, name: str) -> SupervisedProgram:
         return self._programs[name] if name in self._programs else super().__getitem__(name)
 
+    def find(self, name: str) -> SupervisedProgram | None:
+        return self._programs.get(name) or super().find(name)
+
     def __contains__(self, name: str) -> bool:
         return name in self._programs or super().__contains__(name)
 
@@ -121,7 +124,8 @@ class SeatedSupervisor(Supervisor):
         if waiting is not None:
             waiting.add_done_callback(lambda _: self._placement.release(name))
         lost = self._placement.lost()
-        if any(seat.name in lost for seat in program.seats):
+        has_left = program.exit_code == 0  # a server that has drained; after a failure the same seats serve again
+        if program.seats and (has_left or any(seat.name in lost for seat in program.seats)):
             del self._seats[name]
             self._placement.release(name)
 

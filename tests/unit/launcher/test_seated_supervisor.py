@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from example_trainer.launcher.placement.roles import LocalPlacement, PlacementFailed, ProgramState, Role
@@ -15,7 +17,8 @@ from example_trainer.launcher.placement.seated_supervisor import SeatedSuperviso
 from example_trainer.launcher.placement.testing import FakePlacement
 from example_trainer.launcher.restarts import RestartBudget, Restarts
 from example_trainer.processes.child import ChildSpec
-from example_trainer.processes.tree import wait_until
+from example_trainer.processes.cleanup import Guardian
+from example_trainer.processes.tree import MARK_VARIABLE, wait_until
 
 SERVER, TRAINER = Role(name="vllm"), Role(name="trainer", seats=2, is_reached=True)
 
@@ -116,6 +119,14 @@ def test_a_server_that_is_added_later_gets_a_place_like_the_first_one_s(supervis
     supervisor.start(spec("vllm-2"))
     assert wait_until(lambda: not supervisor.failed() and "vllm-2" in placement.places, 10)
     assert wait_until(lambda: not supervisor.failed() and placement.places["vllm-2"][0].started, 10)
+    found = supervisor.find("vllm-2")
+    assert found is not None
+    placement.places["vllm-2"][0].now = ProgramState(exit_code=0)
+    assert supervisor.failed() == []
+    assert found.exit_code == 0, "it has drained"
+    supervisor.stop("vllm-2")
+    assert supervisor.find("vllm-2") is None
+    assert (placement.free, "vllm-2" in placement.places) == (1, False)
 
 
 def test_what_has_no_role_runs_here_and_the_end_stops_every_seat(tmp_path: Path) -> None:
@@ -164,3 +175,16 @@ def test_the_code_inside_a_seat_runs_a_program_without_the_variables_of_the_job_
         host.stop(1.0)
         host.close()
     assert "SLURM_PROCID" not in os.environ
+
+
+def test_the_guardian_of_a_seat_is_no_child_of_it_and_cleans_up_once_the_seat_is_gone(tmp_path: Path) -> None:
+    """Ray kills every child of a process that ends, as the first thing after it."""
+    before = set(psutil.Process().children())
+    guardian = Guardian(mark="a-mark-of-this-test", temporary_dir=str(tmp_path), detached=True)
+    assert set(psutil.Process().children()) == before
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+    marked = subprocess.Popen([sys.executable, "-c", stubborn], env={MARK_VARIABLE: "a-mark-of-this-test"})
+    assert guardian._process.stdin is not None
+    guardian._process.stdin.close()
+    assert marked.wait(30) < 0
+    assert wait_until(lambda: not tmp_path.exists(), 20)
