@@ -25,6 +25,7 @@ from atropos_api.broker.flow import (
 from atropos_api.broker.packing import batch_in_sequences, queued_by_environment
 from atropos_api.broker.state import State
 from atropos_api.store.base import EnvironmentRow, ItemsRow, RunRow
+from atropos_api.wire.fleets import Fleet
 from atropos_api.wire.reports import EnvironmentActivity
 
 
@@ -111,6 +112,8 @@ class Status(msgspec.Struct, kw_only=True):
     counters: Counters
     flow: FlowStatus
     trainers: list[TrainerStatus]
+    fleets: list[Fleet]
+    """The inference servers of each launcher: how many are wanted, and how many there are."""
     servers: list[ServerStatus]
     """Registered inference servers, those with the most waiting requests first."""
 
@@ -133,6 +136,7 @@ def describe_status(broker: Broker, *, store_failure: str | None = None) -> Stat
         counters=state.counters,
         flow=describe_flow(broker, store_failure=store_failure),
         trainers=describe_trainers(broker),
+        fleets=state.fleets.select().fleets,
         servers=describe_servers(broker),
     )
 

@@ -94,6 +94,13 @@ INFERENCE_SERVERS: Final = Metric(
     ("policy", "state"),
 )
 
+FLEET_SERVERS: Final = Metric(
+    "fleet_servers",
+    "gauge",
+    "Inference servers of a launcher: those that are wanted, and those that it runs",
+    ("fleet", "state"),
+)
+
 BLOCKED: Final = Metric(
     "run_blocked",
     "gauge",
@@ -101,7 +108,7 @@ BLOCKED: Final = Metric(
     ("edge",),
 )
 
-METRICS: Final = (*COUNTERS.values(), DROPPED, *GAUGES.values(), QUEUED, INFERENCE_SERVERS, BLOCKED)
+METRICS: Final = (*COUNTERS.values(), DROPPED, *GAUGES.values(), QUEUED, INFERENCE_SERVERS, FLEET_SERVERS, BLOCKED)
 
 
 @route(
@@ -129,6 +136,9 @@ def _collect(context: AppContext) -> Iterator[Family]:
     )
     servers = broker.state.servers.counts()
     yield INFERENCE_SERVERS.family(PREFIX, *(((policy, state), count) for policy, state, count in servers))
+    fleets = broker.state.fleets.select().fleets
+    counts = ((one.fleet_id, {"wanted": one.wanted, "running": one.running}) for one in fleets)
+    yield FLEET_SERVERS.family(PREFIX, *(((name, state), n) for name, both in counts for state, n in both.items()))
     yield BLOCKED.family(PREFIX, *_blocked(context))
 
 

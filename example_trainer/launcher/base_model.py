@@ -12,7 +12,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from atropos_api.common.files import expand_home
 from example_trainer.errors import ModelNotFound
+from example_trainer.memory.shapes import local_shape
+from example_trainer.options.layer_indices import TRAIN_FLAG, parse_layer_indices
+from example_trainer.options.training_options import TrainingOptions
 from example_trainer.processes.child import ChildSpec
 from example_trainer.processes.tree import python_path
 from example_trainer.weight_protocol.base_record import BASE_DIRECTORY, read_base_record
@@ -61,7 +65,7 @@ def discard_other_base(run_dir: Path, model: str, dtype: str) -> None:
 
 def require_model(model_name: str, flag: str = "--model-name") -> str:
     """Return `model_name`, made absolute if it is a directory; raise `ModelNotFound` for a path without a model."""
-    path = Path(model_name).expanduser()
+    path = expand_home(model_name)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFound(f"{flag} {model_name}: the directory has no config.json, so it is not a model")
@@ -69,6 +73,15 @@ def require_model(model_name: str, flag: str = "--model-name") -> str:
     if model_name.startswith(("/", ".", "~")) or model_name.count("/") > 1:
         raise ModelNotFound(f"{flag} {model_name}: no such directory, and not a valid Hugging Face id")
     return model_name
+
+
+def refuse_missing_layers(config: TrainingOptions) -> None:
+    """Raise `BadLayerFilter` for layers that the model does not have, if its config.json is on this machine."""
+    filters = {TRAIN_FLAG: config.train_layer_indices, "--lora-layer-indices": config.lora_layer_indices}
+    if any(filters.values()) and (shape := local_shape(config.model_name)) is not None:
+        for flag, text in filters.items():
+            if text is not None:
+                parse_layer_indices(text, shape.layers, flag=flag)
 
 
 ANSWER_SECONDS = 5.0

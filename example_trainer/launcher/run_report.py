@@ -23,7 +23,7 @@ from environments.sdk.group_files import read_groups, render_group
 from example_trainer.launcher import svg_chart
 from example_trainer.launcher.comparison import as_rows, differing_settings, settings_of
 from example_trainer.launcher.data_use import data_table
-from example_trainer.launcher.run_dir import RunDir
+from example_trainer.launcher.run_dir import RunDir, read_record
 from example_trainer.launcher.summary import NoRun, Summary, read_timeline, summarise
 from example_trainer.launcher.svg_chart import Line, draw_chart, make_line
 from example_trainer.monitoring.trackers import EVENTS_FILE, METRICS_FILE, ROLLOUTS, MetricsTail
@@ -71,7 +71,7 @@ def read_run(root: Path, *, label: str | None = None, cost_per_hour: float | Non
         rows=rows,
         signs=signs,
         summary=summarise(root, timeline=read_timeline(root), cost_per_hour=cost_per_hour),
-        config=_read_config(RunDir(root=root, log_root=root / "logs", attempt=1).record),
+        config=read_record(RunDir(root=root, log_root=root / "logs", attempt=1).record),
     )
 
 
@@ -233,11 +233,3 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     top = "".join(f"<th>{as_html(head)}</th>" for head in heads)
     body = "".join(f"<tr>{''.join(f'<td>{as_html(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table>{f'<thead><tr>{top}</tr></thead>' if heads else ''}<tbody>{body}</tbody></table>"
-
-
-def _read_config(path: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, Mapping) else {}

@@ -7,11 +7,12 @@ import re
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from atropos_api.client import BrokerClient
 from atropos_api.testing import served_broker
-from atropos_api.wire import EnvironmentRequest, PolicyUpdate, ServerReport
+from atropos_api.wire import EnvironmentRequest, FleetReport, PolicyUpdate, ServerReport
 from atropos_api.wire.reports import OpenRollout, RunReport, StepMetrics, TokenReport, WaitingMember
 from tests.stalls import STALLS, stalled_run
 
@@ -140,6 +141,22 @@ def test_the_load_of_each_registered_server_is_shown(page: Page) -> None:
         row = next(one for one in texts(page, "tbody tr") if one.startswith("gpu-2"))
         for told in ("serving", "7", "64", "12", "4 %", "ago"):
             assert told in row
+        page.open("about:blank")
+
+
+def test_the_parts_show_how_many_servers_a_launcher_runs_and_how_many_are_wanted(page: Page) -> None:
+    with served_broker() as own, BrokerClient(own) as client:
+        report = FleetReport(launcher_id="launcher-1", wanted=1, running=1, least=1, most=4)
+        client.renew_fleet("run-1", report)
+        show(page, own, "#view=parts")
+        page.wait("document.querySelector('main').innerText.includes('run-1')")
+        client.scale_fleet("run-1", 3)
+        page.wait("document.querySelector('main').innerText.includes('3 (asked for)')", seconds=8)
+        followed = msgspec.structs.replace(report, wanted=2, request=1, running=2, note=HOSTILE)
+        client.renew_fleet("run-1", followed)
+        page.wait("document.querySelector('main').innerText.includes('<script>')", seconds=8)
+        assert "asked for" not in page.text()
+        assert page.run("window.hacked === undefined")
         page.open("about:blank")
 
 

@@ -14,7 +14,7 @@ export function showParts({ container, store }) {
   const show = (status) => {
     fill(environments, environmentTable(status));
     fill(trainers, trainerTable(status));
-    fill(servers, serverTable(status));
+    fill(servers, [fleetTable(status), serverTable(status)]);
     fill(dropped, droppedTable(status));
     fill(broker, brokerFacts(status));
   };
@@ -46,6 +46,14 @@ function trainerTable(status) {
   return table("Trainers", ["Run", "Heard", "Step", "In progress", "Host", "Process", "Ranks"], status.trainers.map((one) => [
     visible(one.run_id), `${span(one.quiet_seconds)} ago`, count(one.step), Object.entries(one.phases).map(([name, seconds]) => `${visible(name)} ${span(seconds)}`).join(", ") || "–", visible(one.host), one.pid, one.world_size,
   ]), { numeric: [2, 5, 6] });
+}
+
+function fleetTable(status) {
+  const fleets = status.fleets || []; // a broker of an earlier release lists none
+  if (!fleets.length) return null;
+  return table("Inference servers by launcher", ["Launcher", "Policy", "Run", "Wanted", "Heard", "Note"], fleets.map((one) => [
+    visible(one.fleet_id), visible(one.policy), count(one.running), `${count(one.wanted)}${one.followed ? "" : " (asked for)"}`, `${span(one.silent_seconds)} ago`, visible(one.note || one.fixed) || "–",
+  ]), { numeric: [2, 3] });
 }
 
 function serverTable(status) {

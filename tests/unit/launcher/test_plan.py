@@ -340,6 +340,16 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def test_several_environments_keep_their_evaluations_apart(tmp_path: Path) -> None:
+    both = tmp_path / "two.yaml"
+    both.write_text(f"environments: [{{file: {__file__}}}, {{file: {__file__}}}]\n")
+    made = plan(tmp_path, "--config", str(both))
+    found = [made.settings_of(name)["env"]["data_dir_to_save_evals"] for name in made.environments]
+    assert found == [str(tmp_path / "run" / "evals" / name) for name in ("environment-1", "environment-2")]
+    alone = plan(tmp_path, *OWN_ENVIRONMENT).settings_of("environment")["env"]
+    assert alone["data_dir_to_save_evals"] == str(tmp_path / "run" / "evals")
+
+
 def test_every_program_is_observed_as_the_launcher_is_told(tmp_path: Path) -> None:
     """The trainer's metrics have the port that is named, those of each environment one of the ports after it."""
     both = tmp_path / "two.yaml"
