@@ -14,12 +14,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import Field
 
@@ -251,8 +251,13 @@ def _bridge(config: TrainingConfig, ranks: Ranks, session: BrokerSession) -> Wei
     return RankedBridge(own, policy_options(config), ranks, by_bucket=config.broadcasts)
 
 
-def run_trackers(config: TrainingConfig, *, writes: bool = True) -> RunTrackers:
-    """Return trackers for `metrics.jsonl` and `events.jsonl` in the run directory, and W&B and TensorBoard if set."""
+def run_trackers(
+    config: TrainingConfig, *, writes: bool = True, settings: Mapping[str, Any] | None = None
+) -> RunTrackers:
+    """Return trackers for `metrics.jsonl` and `events.jsonl` in the run directory, and W&B and the like if set.
+
+    `settings` are recorded there as those of the run, in place of `config`.
+    """
     from example_trainer.monitoring.trackers import (
         RunTrackers,
         SummaryTracker,
@@ -263,6 +268,7 @@ def run_trackers(config: TrainingConfig, *, writes: bool = True) -> RunTrackers:
     )
 
     directory = config.required_run_dir
+    settings = settings or public_settings(config)
     openers: list[Callable[[], Tracker]] = []
     if config.metrics_port is not None:
         from example_trainer.monitoring.prometheus import PrometheusTracker
@@ -279,11 +285,10 @@ def run_trackers(config: TrainingConfig, *, writes: bool = True) -> RunTrackers:
                 group=config.wandb_group,
                 name=config.wandb_run_name or config.name,
                 directory=directory,
-                config=public_settings(config),
+                config=settings,
             )
         )
     if config.use_trackio:
-        settings = public_settings(config)
         openers.append(lambda: TrackioTracker(name=directory.name, group=config.name, config=settings))
     return RunTrackers(directory, openers, writes=writes)
 

@@ -115,6 +115,11 @@ class ServerRefused(TrainerError):
 class ServerExited(TrainerError):
     """A vLLM server started by the trainer exited unexpectedly."""
 
+    def __init__(self, message: str, *, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        """Negative: the number of the signal that killed it."""
+
 
 class ProofFailed(TrainerError):
     """The logprob parity check failed: trainer and server compute different logprobs from supposedly equal weights."""

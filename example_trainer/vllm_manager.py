@@ -298,7 +298,8 @@ class VllmManager:
                 raise ServerExited(
                     f"vLLM ended with exit code {server.exit_code} before it served version {version}"
                     f"{reason(last_lines(self._options.log_path))}; the end of {self._options.log_path}:\n"
-                    f"{self.log_tail()}"
+                    f"{self.log_tail()}",
+                    exit_code=server.exit_code,
                 )
             return poll()
 

@@ -249,10 +249,12 @@ class ChatDataset:
 
     def _encode_text(self, row: Row) -> tuple[list[int], list[int], list[int]]:
         """Return the ids of a prompt that is text, and ids and mask with the reply and an end token after it."""
-        prompt = list(self._tokenizer.encode(row.question))
+        begin, end = getattr(self._tokenizer, "bos_token", None), self._tokenizer.eos_token_id
+        is_rendered = bool(begin) and row.question.startswith(str(begin))
+        prompt = self._encode(row.question) if is_rendered else list(self._tokenizer.encode(row.question))
         reply = self._encode(row.reply)
-        if reply and self._tokenizer.eos_token_id is not None:
-            reply.append(self._tokenizer.eos_token_id)
+        if reply and end is not None and reply[-1] != end:
+            reply.append(end)
         return prompt, prompt + reply, [0] * len(prompt) + [1] * len(reply)
 
     def _encode_chat(self, chat: Chat, row: Row, where: str) -> tuple[list[int], list[int], list[int]]:

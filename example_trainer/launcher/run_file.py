@@ -43,7 +43,7 @@ from example_trainer.launcher.section_flags import PREFIXED_SECTIONS, SectionFla
 from example_trainer.launcher.teacher import TEACHER, check_teacher, own_teacher, unused_distillation
 from example_trainer.options.layout import BadLayout, DistributedLayout
 from example_trainer.options.modes import BridgeMode
-from example_trainer.options.presets import hand_on_environment_options
+from example_trainer.options.presets import hand_on_environment_options, refuse_two_sizes
 from example_trainer.options.publish import THIS_HOST
 from example_trainer.options.server import below_flags, with_vllm_section
 from example_trainer.options.without_effect import SERVER_FIELDS, settings_without_effect
@@ -227,6 +227,7 @@ def _unused_sections(settings: RunSettings) -> Iterator[str]:
 def trainer_settings(argv: Sequence[str], *, default_mode: str = "none") -> tuple[dict[str, Any], list[str], list[str]]:
     """Return the trainer's settings from the files in `argv` for the mode asked for, the other arguments, the files."""
     paths, own = _split_config_paths(argv)
+    refuse_two_sizes(named_in(own, TrainingConfig))
     settings: dict[str, Any] = {}
     for path in paths:
         settings |= read_config_file(TrainingConfig, path, section="trainer")

@@ -22,6 +22,7 @@ import psutil
 
 from example_trainer.launcher.run_dir import write_yaml
 from example_trainer.processes.child import (
+    SHOWN_LINES,
     Child,
     ChildFailed,
     ChildSpec,
@@ -256,9 +257,13 @@ def _make_scratch(scratch: Path) -> None:
 
 
 def _refusal(child: SupervisedProgram) -> str:
-    """Return a program's last log line, in which it says what it refuses or why it stopped."""
-    lines = [line for line in child.last_lines() if line.strip()]
-    return f"{child.name}: {lines[-1] if lines else f'exited {child.exit_code} without a message'}"
+    """Return the line of a program's log in which it says what it refuses, or else its last one, which says why it
+    stopped.
+    """
+    # Such a line may be followed by the log of a server of the program's own, and by what that still writes.
+    lines = [line for line in child.last_lines(3 * SHOWN_LINES) if line.strip()]
+    told = [line for line in lines if ": error: " in line] if child.exit_code == 2 else []
+    return f"{child.name}: {(told or lines or [f'exited {child.exit_code} without a message'])[-1]}"
 
 
 def _report(child: SupervisedProgram, note: str) -> str:

@@ -12,12 +12,14 @@ torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.option_flags import flag
 from example_trainer.options.modes import MODES
 from example_trainer.options.objective import SEQUENCE_RATIO_LOSSES
 
@@ -257,6 +259,14 @@ class CourseOptions(BaseModel):
     @classmethod
     def _accept_spelling(cls, value: object) -> object:
         return "grpo" if value == "grpo_clip" else value
+
+
+def refuse_two_sizes(typed: Collection[str]) -> None:
+    """Raise `ConfigError` if a command line gives a size in the course's terms and also one that follows from it."""
+    course = [flag(name) for name in ("rollout_batch_size", "train_batch_size") if name in typed]
+    own = [flag(name) for name in ("batch_size", "mini_batches") if name in typed]
+    if course and own:
+        raise ConfigError(f"{own[0]} follows from {' and '.join(course)}; give the one or the other")
 
 
 def hand_on_environment_options(argv: Sequence[str]) -> list[str]:

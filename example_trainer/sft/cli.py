@@ -95,7 +95,7 @@ def _train(config: SftConfig, directory: Path, ranks: Ranks) -> int:
             config,
             directory,
             data,
-            trackers=lambda training: run_trackers(training, writes=ranks.is_main),
+            trackers=lambda training: run_trackers(training, writes=ranks.is_main, settings=public_settings(config)),
             should_stop=stop.is_set,
             ranks=ranks,
         )

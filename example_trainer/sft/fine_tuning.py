@@ -19,6 +19,7 @@ import torch
 
 from atropos_api.common import metric_names as names
 from atropos_api.common.secrets import public_settings
+from environments.tasks.records import DataUnusable
 from example_trainer.checkpointing import find_checkpoint, read_state, refuse_changed_settings
 from example_trainer.config import TrainingConfig
 from example_trainer.distributed.ranks import Ranks
@@ -154,7 +155,7 @@ class FineTuning:
         limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
         longest = max(len(sample.tokens) for sample in (*self._data.samples, *self._data.evaluation))
         if limit is not None and longest > limit:
-            raise CheckpointError(f"a sequence has {longest} tokens and the model takes {limit}; use --seq-len {limit}")
+            raise DataUnusable(f"a sequence has {longest} tokens and the model takes {limit}; use --seq-len {limit}")
 
     def _step(self, step: int) -> bool:
         """Learn one step's samples and log them; return False, before it, if a stop was requested."""

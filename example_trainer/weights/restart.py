@@ -33,7 +33,7 @@ from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import write_adapter
 from example_trainer.weights.base import PublishReport, WeightBridge
 from example_trainer.weights.connection import check_server
-from example_trainer.weights.publish_loop import ParityCheck
+from example_trainer.weights.publish_loop import ATTEMPTS, FIRST_PAUSE_SECONDS, ParityCheck
 from example_trainer.weights.served_model import (
     ServedBase,
     fitted,
@@ -45,6 +45,9 @@ from example_trainer.weights.served_model import (
 )
 
 logger = logging.getLogger(__name__)
+
+REFUSED = 2
+"""Exit code of a server that cannot start with its settings."""
 
 
 class RestartBridge(WeightBridge):
@@ -77,7 +80,7 @@ class RestartBridge(WeightBridge):
         started = time.monotonic()
         directory = self._write(self._policy, version)
         try:
-            info, gap_seconds = self._serve(self._manager, directory, version)
+            info, gap_seconds = self._serve_again_if_killed(self._manager, directory, version)
         except (ServerExited, WaitTimedOut, ServerUnavailable) as error:
             raise PublishFailed(f"version {version} is not served: {error}") from error
         if not self._version:
@@ -121,6 +124,22 @@ class RestartBridge(WeightBridge):
                 AdapterPayload.write(policy.adapter_tensors(policy.dtype), policy.adapter_config()), directory
             )
         return write_served_checkpoint(policy, directory)
+
+    def _serve_again_if_killed(self, manager: VllmManager, directory: Path, version: int) -> tuple[ServerInfo, float]:
+        """Do as `_serve`, again if the new server exits before it serves for a reason that may have gone."""
+        for number in range(ATTEMPTS):
+            try:
+                return self._serve(manager, directory, version)
+            except ServerExited as error:
+                if number == ATTEMPTS - 1 or not self._may_start(error.exit_code):
+                    raise
+                logger.warning("%s\nIt is started again", error)
+                time.sleep(FIRST_PAUSE_SECONDS * 2**number)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _may_start(self, exit_code: int | None) -> bool:
+        """Return True if a server may start that has exited: it was killed, or its settings have worked before."""
+        return exit_code is not None and (exit_code < 0 or (bool(self._version) and exit_code != REFUSED))
 
     def _serve(self, manager: VllmManager, directory: Path, version: int) -> tuple[ServerInfo, float]:
         """Have the directory served; return the serving process's info and the seconds in which no server answered."""

@@ -28,7 +28,7 @@ DRAIN: tuple[Mutant, ...] = (
         _DRAIN,
         'return np.where(reached >= np.asarray(running["token_limits"])[:, None], 0.0, survival)',
         "return survival",
-        f"{_CHOICE}the_limit_of_a_request_is_known_without_any_output_before_it",
+        f"{_CHOICE}the_limit_of_a_request_is_known_whatever_others_did_before_it",
     ),
     Mutant(
         "a shared prefix counts for each request",

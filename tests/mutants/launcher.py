@@ -11,7 +11,7 @@ _TREE = "example_trainer/processes/tree.py"
 _LEFTOVERS = "example_trainer/processes/cleanup.py"
 _CREDENTIALS = "example_trainer/launcher/endpoints.py"
 _RUN_DIR = "example_trainer/launcher/run_dir.py"
-_RUN_FILE = "example_trainer/launcher/run_file.py"
+_RUN_FILE = "example_trainer/launcher/section_flags.py"
 _CHECKPOINTS = "example_trainer/checkpointing.py"
 
 _TESTS = "unit/launcher/"

@@ -13,6 +13,7 @@ import pytest
 from .oracle import PromiseBroken
 from .planted import PLANTS
 from .run import Run
+from .world import Faults
 
 EVENTS = int(os.environ.get("ATROPOS_SIMULATION_EVENTS", "100000"))
 EVENTS_TO_FIND = 900_000
@@ -34,6 +35,12 @@ def test_no_promise_breaks(seed: int, epochs: bool) -> None:
         run.go(EVENTS)
     assert run.oracle.runs_finished > EVENTS / 100_000
     assert run.process.restarts > EVENTS / 100_000
+
+
+def test_no_promise_breaks_though_the_clock_is_set_by_hours_every_minute() -> None:
+    with Run(13, faults=Faults(clock_jump_seconds=86_400.0)) as run:
+        run.go(EVENTS)
+    assert run.oracle.runs_finished > EVENTS / 100_000
 
 
 def test_a_seed_repeats_a_simulation() -> None:

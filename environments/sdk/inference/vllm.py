@@ -19,6 +19,8 @@ from environments.sdk.inference.http_transport import PlainEvents, PlainReply, S
 from environments.sdk.inference.sampling import Failover, OnTokens, PromptLogprobs, Sample, Sampling, Split
 from environments.sdk.inference.server import HttpServer, compare_vocabulary
 
+MOST_TOKENS = 1 << 31
+"""Limit on token ids: they are 32-bit integers everywhere."""
 Dialect = Literal["compact", "atropos", "plain"]
 
 
@@ -168,10 +170,18 @@ class VllmServer(HttpServer):
     def _read(self, body: bytes) -> list[Sample]:
         try:
             if self._dialect == "compact":
-                return _from_compact(self._compact_decoder.decode(body))
-            return _from_atropos(self._atropos_decoder.decode(body))
-        except msgspec.ValidationError as error:
+                samples = _from_compact(self._compact_decoder.decode(body))
+            else:
+                samples = _from_atropos(self._atropos_decoder.decode(body))
+        except (msgspec.ValidationError, ValueError, IndexError, StopIteration) as error:  # lists of unequal lengths
             raise InferenceRefused(f"{self._url} sent an unexpected answer: {error}") from error
+        for sample in samples:
+            if len(sample.tokens) != len(sample.logprobs):
+                counts = f"{len(sample.tokens)} tokens and {len(sample.logprobs)} logprobs"
+                raise InferenceRefused(f"{self._url} sent an unexpected answer: {counts} of one output")
+            if sample.tokens and not 0 <= min(sample.tokens) <= max(sample.tokens) < MOST_TOKENS:
+                raise InferenceRefused(f"{self._url} sent an unexpected answer: token {min(sample.tokens)} is no id")
+        return samples
 
 
 def _from_compact(reply: CompactReply) -> list[Sample]:

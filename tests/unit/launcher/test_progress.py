@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -175,6 +177,25 @@ def test_an_output_that_cannot_be_written_ends_no_run(
         view.close()
     told = capsys.readouterr().err
     assert told.count("the output cannot be written (No space left on device); the run goes on") == 1
+
+
+def test_an_output_that_nobody_reads_holds_no_launcher_and_gets_its_rows_later(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 1000)
+    with open(reading, "rb") as reader, open(writing, "w") as out:  # noqa: PTH123 - they are descriptors
+        os.set_blocking(writing, True)
+        view = LastingView(make_view("plain", out), out)
+        for step in (1, 2):
+            view.update(snapshot(tmp_path), [{"step": step, "reward/mean": 0.5}])
+        os.set_blocking(reading, False)
+        while reader.read(1000):
+            pass
+        view.update(snapshot(tmp_path), [{"step": 3, "reward/mean": 0.5}])
+        shown = reader.read().decode()
+    assert [line.split()[3] for line in shown.splitlines() if " step " in line] == ["1/4", "2/4", "3/4"]
 
 
 def test_progress_is_shown_in_one_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.launcher.launch import plan_launch, resuming
+from example_trainer.launcher.launch import Launch, plan_launch, resuming
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.processes.child import ChildSpec
-from example_trainer.run import resume_command
+from example_trainer.run import carry_out, resume_command
 
 TRAINER = ChildSpec(name="trainer", command=("python", "-m", "example_trainer.grpo", "--config", "trainer.yaml"))
 LAUNCHED_AT = 1_000.0
@@ -69,3 +69,18 @@ def test_the_command_that_goes_on_names_the_run_directory_once(tmp_path: Path, g
 def test_the_command_that_goes_on_shows_no_secret(tmp_path: Path) -> None:
     launch = plan_launch(settings_of("--run-dir", str(tmp_path)))
     assert "hunter2" not in resume_command(["--api.token", "hunter2"], launch)
+
+
+def test_a_full_disk_ends_the_launch_with_one_line_and_the_command_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: Launch) -> None:
+        (tmp_path / "metrics.jsonl").touch()
+        raise OSError(28, "No space left on device", "timeline.json")
+
+    monkeypatch.setattr(Launch, "go", full)
+    launch = plan_launch(settings_of("--run-dir", str(tmp_path)))
+    assert carry_out(launch, []) == 1
+    told, way = capsys.readouterr().err.splitlines()
+    assert told.endswith(f"No space left on device: 'timeline.json'; the run directory is {tmp_path}")
+    assert way.endswith(f"atropos-grpo-run --run-dir {tmp_path} --resume auto")

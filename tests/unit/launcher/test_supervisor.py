@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -209,6 +210,22 @@ def test_output_of_any_length_never_blocks_a_child(supervisor: Supervisor) -> No
     child = supervisor.start(python("broker", "print('x' * 2_000_000)", ends_by_itself=True))
     assert wait_until(lambda: child.exit_code is not None, 10)
     assert child.log_path.stat().st_size > 2_000_000
+
+
+def test_a_refusal_is_told_though_its_program_s_own_server_still_writes_after_it(supervisor: Supervisor) -> None:
+    code = "import sys; print('prog: error: no server'); [print('  log', n) for n in range(30)]; sys.exit(2)"
+    supervisor.start(python("trainer", code, ends_by_itself=True))
+    assert str(check_until_failure(supervisor)) == "trainer: prog: error: no server"
+
+
+def test_a_failure_on_a_full_disk_says_so_since_the_log_cannot(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("example_trainer.launcher.supervisor.LEAST_FREE_BYTES", 1 << 60)
+    supervisor.start(python("trainer", "raise SystemExit(1)", ends_by_itself=True))
+    assert re.search(
+        r"trainer exited with code 1 after .* s: the disk of \S+ is full;", str(check_until_failure(supervisor))
+    )
 
 
 def test_a_launcher_killed_while_it_makes_its_temporary_directory_leaves_none(tmp_path: Path) -> None:

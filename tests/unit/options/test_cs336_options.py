@@ -64,6 +64,13 @@ def test_sizes_that_do_not_divide_are_refused_in_one_line(argv: str, words: str)
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("own", ["--batch-size", "--mini-batches"])
+def test_a_size_that_follows_from_the_courses_is_not_given_as_well(own: str) -> None:
+    for command in (run, read_settings):
+        with pytest.raises(ConfigError, match=f"{own} follows from --rollout-batch-size"):
+            command(["--model-name", "m", "--rollout-batch-size", "8", own, "4", "--dry-run"])
+
+
 def test_std_normalization_is_the_groups_or_none() -> None:
     assert parse("--use-std-normalization", "true").advantage_norm == "group"
     assert parse("--no-use-std-normalization").advantage_norm == "none"

@@ -95,3 +95,25 @@ def test_an_overlong_row_is_cut_with_overlong_mask_and_left_out_else(chat_model:
     assert [len(sample.tokens) for sample in left] == [2]
     assert [len(sample.tokens) for sample in cut] == [4, 2]
     assert cut[0].targets.tolist() == [1, 2, 3]
+
+
+def test_rollouts_that_were_exported_are_learned_as_the_chats_that_they_are(chat_model: Path, tmp_path: Path) -> None:
+    exported = [{"prefix": "<|user|>3 + 4<|end|><|assistant|>", "completion": "7<|end|>", "score": 1.0}]
+    sources = [write_rows(tmp_path / f"{at}.jsonl", rows) for at, rows in enumerate((exported, [chat("3 + 4", "7")]))]
+    configs = [
+        config_for(chat_model, sources[0], prompt_column="prefix", prompt_form="text"),
+        config_for(chat_model, sources[1]),
+    ]
+    rendered, messages = (read_samples(each.dataset, "train", load_tokenizer(each), each)[0] for each in configs)
+    assert rendered.tokens.tolist() == messages.tokens.tolist()
+    assert rendered.targets.tolist() == messages.targets.tolist()
+
+
+def test_all_that_a_reply_s_message_holds_reaches_the_chat_template(chat_model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}{{ m.get('thought', '') }}<|end|>{% endfor %}")
+    row = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "thought": "3"}]}
+    config = config_for(chat_model, write_rows(tmp_path / "rows.jsonl", [row]), chat_template=template)
+    tokenizer = load_tokenizer(config)
+    (sample,) = read_samples(config.dataset, "train", tokenizer, config)
+    assert tokenizer.decode(sample.tokens[sample.targets]) == "23<|end|>"

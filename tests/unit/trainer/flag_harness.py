@@ -42,6 +42,15 @@ USUAL = shlex.split(
 )
 
 
+SIZES_OF_THE_COURSE = {"--rollout-batch-size", "--train-batch-size"}
+
+
+def without_batch_size(usual: Sequence[str]) -> list[str]:
+    """Return the usual flags without the one that the course's sizes replace."""
+    place = usual.index("--batch-size")
+    return [*usual[:place], *usual[place + 2 :]]
+
+
 WANDB_SECONDS = 20.0
 WANDB_BYTES = 4000
 """Size that the file of a complete run exceeds."""
@@ -178,7 +187,8 @@ class FlagHarness:
                     "--vllm-config-path",
                     str(fake.server.manifest_path),
                 ]
-            code = cli.run(["--model-name", str(self.model), "--run-dir", str(directory), *self._usual, *given])
+            usual = without_batch_size(self._usual) if SIZES_OF_THE_COURSE.intersection(given) else self._usual
+            code = cli.run(["--model-name", str(self.model), "--run-dir", str(directory), *usual, *given])
         recorded.calls.append(("threads", torch.get_num_threads()))
         torch.set_num_threads(threads)
         return TrainedRun(code, directory, recorded, watched[-1].policy, errors.getvalue(), watched[-1].layer_calls)

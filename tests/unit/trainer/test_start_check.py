@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from atropos_api.common.cliconfig import ConfigError
 from example_trainer import cli
@@ -13,6 +14,7 @@ from example_trainer.config import TrainingConfig
 from example_trainer.errors import BadLayerFilter, TrainerError
 from example_trainer.launcher.launch import plan_launch
 from example_trainer.launcher.run_file import read_settings
+from example_trainer.step.start_check import refuse_unusable
 from example_trainer.testing import make_tiny_model
 from example_trainer.trainers import Trainer
 
@@ -44,6 +46,17 @@ def test_what_this_machine_lacks_is_told_before_anything_is_loaded(settings: dic
     with pytest.raises(TrainerError) as refused:
         trainer.set_up()
     assert str(refused.value).startswith(said)
+
+
+def test_modules_that_the_model_does_not_have_are_told_before_it_is_loaded(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"weight_bridge_mode": "lora_only", "lora_target_modules": ["nonsense"], "device": "cpu"}
+    config = TrainingConfig(model_name=str(make_tiny_model(tmp_path / "model")), **settings)
+    untouched = cast("Any", NothingIsAsked())
+    drawn = torch.random.get_rng_state()
+    with pytest.raises(TrainerError, match="nonsense"):
+        Trainer(config, session=untouched, bridge=untouched, trackers=untouched).set_up()
+    refuse_unusable(config.model_copy(update={"lora_target_modules": ["all-linear"]}))
+    assert torch.equal(torch.random.get_rng_state(), drawn), "the run's first draw is what it would have been"
 
 
 @pytest.mark.parametrize("flag", ["--train-layer-indices", "--lora-layer-indices"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from example_trainer.errors import ServerUnavailable
+from example_trainer.errors import PublishFailed, ServerExited, ServerUnavailable
 from example_trainer.vllm_manager import VllmOptions
 from example_trainer.weights import restart, served_model
 from example_trainer.weights.restart import RestartBridge
@@ -137,6 +137,35 @@ def test_no_kill_between_two_lines_of_a_publish_leaves_a_link_that_leads_to_no_w
         bridge.publish(3)
         assert (served / "policy").resolve().name == "policy-v3"
     assert number > 40
+
+
+def failing(server, *exit_codes):
+    """Let the next starts of the server fail, each with the next exit code."""
+    left, works = list(exit_codes), server.replace
+
+    def replace(*args, **options):
+        if left:
+            raise ServerExited("vLLM ended", exit_code=left.pop(0))
+        return works(*args, **options)
+
+    server.replace = replace
+
+
+@pytest.mark.parametrize("exit_codes", [(-9,), (-9, -9, -15)])
+def test_a_server_that_is_killed_while_it_starts_is_started_again(ready, monkeypatch, exit_codes):
+    monkeypatch.setattr(restart, "FIRST_PAUSE_SECONDS", 0.0)
+    failing(ready[0]._manager, *exit_codes)
+    assert ready[0].publish(1).version == 1
+    failing(ready[0]._manager, -9, 1)
+    assert ready[0].publish(2).version == 2, "settings that have worked fail by chance"
+
+
+@pytest.mark.parametrize("exit_codes", [(1,), (2,), (-9, -9, -9, -9)])
+def test_a_server_that_cannot_start_or_is_killed_each_time_fails_the_publish(ready, monkeypatch, exit_codes):
+    monkeypatch.setattr(restart, "FIRST_PAUSE_SECONDS", 0.0)
+    failing(ready[0]._manager, *exit_codes)
+    with pytest.raises(PublishFailed, match="version 1 is not served: vLLM ended"):
+        ready[0].publish(1)
 
 
 def test_where_no_link_can_be_made_the_checkpoint_is_served_by_its_own_path(ready, tmp_path, monkeypatch, caplog):

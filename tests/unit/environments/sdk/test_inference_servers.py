@@ -110,6 +110,36 @@ async def test_r23_what_is_asked_of_a_chat_provider_goes_to_the_policys_name_too
     assert [(path, fields["model"]) for path, fields in plain.asked] == [("/v1/chat/completions", "policy-v6")]
 
 
+class Inconsistent(FakeInference):
+    """A server whose answers are spoiled by `spoil`."""
+
+    spoil = None
+
+    def _reply(self, request):
+        reply = super()._reply(request)
+        type(self).spoil(reply)
+        return reply
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda reply: reply["logprobs"][0].pop(),
+        lambda reply: reply["logprobs"][0].append(reply["logprobs"][0][0]),
+        lambda reply: reply["finish_reasons"].pop(),
+        lambda reply: reply["token_ids"][0].__setitem__(0, -5),
+        lambda reply: reply["token_ids"][0].__setitem__(0, 1 << 31),
+    ],
+)
+async def test_an_answer_whose_parts_do_not_fit_together_is_refused_with_the_servers_address(tokenizer, ours, spoil):
+    server = type("Spoiled", (Inconsistent,), {"spoil": staticmethod(spoil)})
+    fake = server(counting(tokenizer), end=tokenizer.eos_token_id, ours=ours)
+    servers = manager(tokenizer, config("vllm"), transport=InProcess(fake))
+    with pytest.raises(InferenceRefused, match="http://fake/generate sent an unexpected answer"):
+        await servers.servers[0].generate([3, 4], Sampling(n=2, max_tokens=2), "train")
+
+
 async def test_trl_is_asked_with_text_and_refused_for_training_without_logprobs(tokenizer):
     fake = FakeTrl(respond=lambda *_: tokenizer.encode("42"), encode=tokenizer.encode)
     servers = manager(tokenizer, config("trl"), transport=InProcess(fake))
