@@ -12,6 +12,8 @@ _LEFTOVERS = "example_trainer/processes/cleanup.py"
 _CREDENTIALS = "example_trainer/launcher/endpoints.py"
 _RUN_DIR = "example_trainer/launcher/run_dir.py"
 _RUN_FILE = "example_trainer/launcher/run_file.py"
+_FLAGS = "example_trainer/launcher/section_flags.py"
+_SERVER = "example_trainer/options/server.py"
 _CHECKPOINTS = "example_trainer/checkpointing.py"
 
 _TESTS = "unit/launcher/"
@@ -59,10 +61,17 @@ LAUNCHER: tuple[Mutant, ...] = (
     ),
     Mutant(
         "typed secrets stay on the command line",
-        _RUN_FILE,
+        _FLAGS,
         "for group in self.groups if not _is_secret(group)])",
         "for group in self.groups])",
         f"{_SECRETS}no_command_line_of_a_child_holds_a_secret",
+    ),
+    Mutant(
+        "further options of vLLM reach no server",
+        _SERVER,
+        "return settings | config.vllm_settings",
+        "return settings",
+        f"{_TESTS}test_vllm_section.py::test_the_section_and_its_flags_reach_the_server_whoever_starts_it",
     ),
     Mutant(
         "secrets do not reach their program",
