@@ -24,6 +24,7 @@ from pydantic import Field, field_validator
 
 from atropos_api.common import metric_names as names
 from atropos_api.common.errors import AtroposError
+from atropos_api.common.files import expand_home
 from environments.rewards import RewardManager, combine
 from environments.rewards.combine import CombinedReward, Normalization, RewardSpec
 from environments.rewards.gold_check import GoldItem
@@ -228,7 +229,7 @@ def read_system_prompt(value: str | None) -> str | None:
     """Return the text, or that of the file it names; raise `SystemPromptUnusable` for a path without a text file."""
     if not value or len(value) > LONGEST_PATH or "\n" in value:
         return value
-    path = Path(value).expanduser()
+    path = expand_home(value)
     if not path.is_file():
         if value.startswith(("/", "./", "../", "~")) or (path.suffix in TEXT_SUFFIXES and " " not in value):
             raise SystemPromptUnusable(

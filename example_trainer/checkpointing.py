@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from pickle import UnpicklingError  # torch raises it; the only unpickling is torch.load(weights_only=True)
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from atropos_api.common.files import move_link, sync_path, write_directory
 from example_trainer.checkpoint_model_files import StoredTensors, damaged_file, file_checksums, model_card, write_model
@@ -170,8 +170,15 @@ def read_state(checkpoint: Path) -> TrainerState:
         ) from error
 
 
-def refuse_changed_settings(state: TrainerState, config: TrainingConfig) -> None:
-    """Raise `CheckpointError` if `config` has another optimizer or other trained weights than the checkpoint."""
+def refuse_changed_settings(
+    state: TrainerState, config: TrainingConfig, method: Literal["grpo", "sft"] = "grpo"
+) -> None:
+    """Raise `CheckpointError` if another method, optimizer or other trained weights than the run's wrote it."""
+    if state.method != method:
+        raise CheckpointError(
+            f"the checkpoint of step {state.step} was written by atropos-{state.method}, whose steps are others; begin "
+            "a run from its weights with --model-name"
+        )
     _refuse_other_weights(state, config)
     for name in FIXED_SETTINGS:
         before, now = state.config.get(name, getattr(config, name)), getattr(config, name)

@@ -23,7 +23,7 @@ from atropos_api.errors import BrokerError, InvalidGroup, StoreUnavailable
 from atropos_api.store.base import LOST, EnvironmentRow, GroupRow, RunRow
 from atropos_api.wire.group_json import CheckedGroup, Fields, check_group
 from atropos_api.wire.group_json_small import check_body
-from atropos_api.wire.messages import EnvironmentRequest, NotNegative, Positive
+from atropos_api.wire.messages import EnvironmentRequest, NotNegative, Positive, Weight, Whole
 
 logger = logging.getLogger(__name__)
 
@@ -39,19 +39,19 @@ class LegacyRegistration(msgspec.Struct, kw_only=True):
     wandb_group: str
     wandb_project: str
     batch_size: Positive
-    max_token_len: int
+    max_token_len: Whole
     checkpoint_dir: str
-    save_checkpoint_interval: int
+    save_checkpoint_interval: Whole
     starting_step: NotNegative
-    num_steps: int
+    num_steps: Whole
 
 
 class LegacyEnvironment(msgspec.Struct, kw_only=True):
     """Body of `POST /register-env`."""
 
-    max_token_length: int
+    max_token_length: Whole
     desired_name: Annotated[str, msgspec.Meta(max_length=200)]
-    weight: float
+    weight: Weight
     group_size: Positive
     min_batch_allocation: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
 

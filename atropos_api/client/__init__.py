@@ -6,7 +6,14 @@ stream). It may import `wire`, `errors` and `common`.
 
 from atropos_api.client.asynchronous import AsyncBrokerClient
 from atropos_api.client.blocking import BrokerClient
-from atropos_api.client.calls import BatchCommitted, BrokerHostUnknown, BrokerRefused, BrokerUnreachable, RunSuperseded
+from atropos_api.client.calls import (
+    BatchCommitted,
+    BrokerHostUnknown,
+    BrokerRefused,
+    BrokerUnreachable,
+    GroupNotEncodable,
+    RunSuperseded,
+)
 from atropos_api.client.events import ServerEvent, watch_events
 
 __all__ = [
@@ -16,6 +23,7 @@ __all__ = [
     "BrokerHostUnknown",
     "BrokerRefused",
     "BrokerUnreachable",
+    "GroupNotEncodable",
     "RunSuperseded",
     "ServerEvent",
     "watch_events",

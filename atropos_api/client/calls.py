@@ -20,6 +20,7 @@ from atropos_api.common.identity import find_host_error
 from atropos_api.common.secrets import TokenSource
 from atropos_api.wire.columns import MEDIA_TYPE, VERSION
 from atropos_api.wire.columns_groups import NotColumnar, decode_batch, encode_submission
+from atropos_api.wire.fleets import FleetReport, ScaleRequest
 from atropos_api.wire.groups import Batch, Form, Group
 from atropos_api.wire.messages import (
     CommitRequest,
@@ -163,7 +164,10 @@ def lease_items(environment_id: int, request: ItemRequest) -> Call:
 def submit(
     environment_id: int, groups: Sequence[Group], *, idempotency_key: str, run_id: str | None, form: Form
 ) -> Call:
-    body, media_type = _encode_submission(environment_id, groups, form)
+    try:
+        body, media_type = _encode_submission(environment_id, groups, form)
+    except (TypeError, ValueError, RecursionError) as error:  # an object, half a surrogate pair, a loop
+        raise GroupNotEncodable(f"the group holds what JSON cannot ({type(error).__name__}: {error})") from error
     headers = {"Idempotency-Key": idempotency_key, "Content-Type": media_type}
     params = {} if run_id is None else {"run_id": run_id}
     return Call(method="POST", path="/v1/groups", params=params, content=body, headers=headers)
@@ -200,6 +204,28 @@ def remove_server(server_id: str, *, lease_id: str | None) -> Call:
     return Call(method="DELETE", path=f"/v1/servers/{server_id}", params=params)
 
 
+def renew_fleet(fleet_id: str, report: FleetReport) -> Call:
+    return Call(method="PUT", path=f"/v1/fleets/{fleet_id}", content=_encoder.encode(report))
+
+
+def get_fleets() -> Call:
+    return Call(method="GET", path="/v1/fleets")
+
+
+def scale_fleet(fleet_id: str, wanted: int, *, wait_seconds: float) -> Call:
+    return Call(
+        method="PUT",
+        path=f"/v1/fleets/{fleet_id}/wanted",
+        params={"wait": str(wait_seconds)},
+        content=_encoder.encode(ScaleRequest(wanted=wanted)),
+        extra_seconds=wait_seconds,
+    )
+
+
+def remove_fleet(fleet_id: str, *, launcher_id: str) -> Call:
+    return Call(method="DELETE", path=f"/v1/fleets/{fleet_id}", params={"launcher_id": launcher_id})
+
+
 def status() -> Call:
     return Call(method="GET", path="/v1/status")
 
@@ -234,10 +260,13 @@ def raise_for_problem(response: httpx.Response) -> None:
         raise RunSuperseded(refused.problem, refused.status)
     if refused.kind == "batch-committed":
         raise BatchCommitted(refused.problem, refused.status)
-    is_missing = refused.status == httpx.codes.NOT_FOUND and refused.kind != "unknown-server"
+    is_missing = refused.status == httpx.codes.NOT_FOUND and refused.kind not in {"unknown-server", "unknown-fleet"}
     if is_missing and "/v1/servers" in response.url.path:
         detail = f"{response.url} is not a route of this broker: its release has no registry of inference servers"
         raise BrokerRefused({"detail": f"{detail}; upgrade it, or name servers by address"}, refused.status)
+    if is_missing and "/v1/fleets" in response.url.path:
+        detail = f"{response.url} is not a route of this broker: its release cannot scale; upgrade it"
+        raise BrokerRefused({"detail": detail}, refused.status)
     raise refused
 
 
@@ -299,6 +328,10 @@ def _encode_submission(environment_id: int, groups: Sequence[Group], form: Form)
             # No trainer could use such a group; the broker explains the reason best from JSON.
             pass
     return _encoder.encode(Submission(environment_id=environment_id, groups=list(groups))), JSON
+
+
+class GroupNotEncodable(AtroposError):
+    """A group holds something that cannot be sent, such as an object among its messages."""
 
 
 class BrokerUnreachable(AtroposError):

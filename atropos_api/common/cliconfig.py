@@ -23,6 +23,7 @@ from atropos_api.common.errors import AtroposError
 from atropos_api.common.identity import version_line
 from atropos_api.common.option_flags import Option, list_options, nested_model
 from atropos_api.common.secrets import names_secret, redact, redact_arguments, redact_text
+from atropos_api.common.streams import lost_output, prepare_streams
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 VERSION_FLAG = "--version"
@@ -138,15 +139,24 @@ def run_cli(main: Callable[[list[str]], int]) -> NoReturn:
 
     `--version` is answered here, so that every command and subcommand has it.
     """
+    prepare_streams()
     arguments = sys.argv[1:]
     conceal_arguments()
     try:
         code = _print_version() if VERSION_FLAG in arguments else main(arguments)
+        sys.stdout.flush()
     except AtroposError as error:
         sys.stderr.write(f"{program_name()}: error: {redact_text(str(error))}\n")
         code = 2
     except KeyboardInterrupt:
         code = 130
+    except OSError as error:
+        lost = lost_output(error)
+        if lost is None:
+            raise
+        code = lost.exit_code
+        if lost.line:
+            sys.stderr.write(f"{program_name()}: error: {lost.line}\n")
     sys.exit(code)
 
 

@@ -193,6 +193,14 @@ class RecentLines:
         self._lines, self._bytes = len(newest), sum(map(len, newest))
 
 
+def expand_home(path: str | Path) -> Path:
+    """Return `path` with the home directory for its `~`; like a shell, leave a `~` that leads to no home as it is."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def free_path(path: Path) -> Path:
     """Return `path`, or if it exists, the first free path with _1, _2, … after its stem."""
     number = 0

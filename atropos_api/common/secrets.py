@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from atropos_api.common.errors import AtroposError
+from atropos_api.common.files import expand_home
 
 MASK: Final = "***"
 PLACEHOLDERS: Final = frozenset({"", "none", "null", "empty", "dummy", "x", "true", "false"})
@@ -211,7 +212,7 @@ class TokenSource:
 def read_token_file(path: Path, *, flag: str = "--token-file") -> str:
     """Return the token in `path`, without the line end; messages name `flag` and never what the file holds."""
     try:
-        with path.expanduser().open("rb") as file:
+        with expand_home(path).open("rb") as file:
             content = file.read(LONGEST_TOKEN_BYTES + 1)
     except OSError as error:
         raise TokenUnreadable(f"{flag} {path}: cannot be read ({error.strerror}); name a file with a token") from error

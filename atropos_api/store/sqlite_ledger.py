@@ -109,6 +109,7 @@ class SqliteLedger:
             self._db.execute(f"PRAGMA synchronous={synchronous}")
             self._db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
             self._prepare_schema()
+            self._files = OpenedFiles([str(path), f"{path}-wal"])
         except sqlite3.OperationalError as error:
             raise StoreUnavailable(f"{path} cannot be opened ({error}); check its disk and its owner") from error
         except sqlite3.DatabaseError as error:
@@ -281,6 +282,8 @@ class SqliteLedger:
             )
 
     def _execute(self, statement: str, values: Sequence[Any] = ()) -> None:
+        if not self._depth:
+            self._files.require_in_place()
         self._note_write()
         try:
             self._db.execute(statement, values)
@@ -299,6 +302,38 @@ class SqliteLedger:
     def _note_write(self) -> None:
         if not self.written.is_set():
             self.written.set()
+
+
+class OpenedFiles:
+    """Files that SQLite has open: it goes on writing to one that is removed or replaced, and all of that would be lost.
+
+    Neither of its files ever gets smaller by itself, so one that did was cut.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = paths
+        self._seen: dict[str, os.stat_result] = {}
+
+    def require_in_place(self) -> None:
+        """Raise `StoreUnavailable` if a file is not the one that it was, or is shorter."""
+        for path in self._paths:
+            before = self._seen.get(path)
+            try:
+                found = os.stat(path)  # noqa: PTH116 - three times as fast, at each transaction
+            except OSError:
+                if before is None:  # SQLite makes the log at the first write
+                    continue
+                raise _replaced(path) from None
+            if before is not None and (not os.path.samestat(found, before) or found.st_size < before.st_size):
+                raise _replaced(path)
+            self._seen[path] = found
+
+
+def _replaced(path: str) -> StoreUnavailable:
+    return StoreUnavailable(
+        f"{path} was removed, replaced or cut by someone else while the broker worked; put it back or restart the "
+        "broker; nothing was kept"
+    )
 
 
 def _unavailable(error: sqlite3.DatabaseError) -> StoreUnavailable:

@@ -22,6 +22,7 @@ from atropos_api.wire.columns import (
     unpack_body,
 )
 from atropos_api.wire.group_json import CheckedGroup, check_fields, read_policy
+from atropos_api.wire.messages import Whole
 
 MOST_GROUPS: Final = 1 << 14
 """Limit on groups in a body: in memory a group takes more than its smallest encoding, so this bounds that memory."""
@@ -31,7 +32,7 @@ NO_VALUE: Final = frozenset({b"null", b"[]"})
 class SubmissionHead(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Head of a body for `POST /v1/groups`: it names the environment."""
 
-    environment_id: int
+    environment_id: Whole
 
 
 _submission_decoder = msgspec.json.Decoder(SubmissionHead, strict=False)

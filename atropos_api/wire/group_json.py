@@ -19,6 +19,7 @@ from atropos_api.errors import InvalidGroup, InvalidRequest
 from atropos_api.wire.columns import pack_record, unpack_record
 from atropos_api.wire.groups import WIRE_KEYS, Form, Span
 from atropos_api.wire.json_arrays import check_floats, check_ids, check_nested, check_numbers
+from atropos_api.wire.messages import Whole
 
 DecodedT = TypeVar("DecodedT")
 
@@ -51,7 +52,7 @@ _policy_decoder: msgspec.json.Decoder[str | None] = msgspec.json.Decoder(
 class SubmissionText(msgspec.Struct, kw_only=True):
     """Body of `POST /v1/groups`: the payload is left as text."""
 
-    environment_id: int
+    environment_id: Whole
     groups: list[Fields]
 
 

@@ -11,6 +11,10 @@ from atropos_api.wire.groups import DEFAULT_POLICY, Group
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 """A count of sequences, batches or ranks: a million at most, so that no arithmetic on it gets too large."""
 NotNegative = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Whole = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+"""An integer that the ledger and every JSON reader can hold."""
+Weight = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+"""A weight among others, within bounds in which sums of its products with lengths stay finite."""
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Unit = Literal["sequences", "groups"]
 
@@ -24,7 +28,7 @@ class RunRequest(msgspec.Struct, kw_only=True):
     name: Name
     batch_size: Positive
     """Size of a batch, counted in `unit`."""
-    max_token_length: int
+    max_token_length: Whole
     """Longest sequence that the trainer takes; 0 or less: any length."""
     num_steps: NotNegative
     resume: bool = False
@@ -33,7 +37,7 @@ class RunRequest(msgspec.Struct, kw_only=True):
     resume_from_batch: NotNegative = 0
     """The last batch covered by the checkpoint that is resumed from."""
     checkpoint_dir: str = ""
-    checkpoint_interval: int = 0
+    checkpoint_interval: Whole = 0
     wandb_project: str = ""
     wandb_group: str = ""
     world_size: Positive = 1
@@ -68,7 +72,7 @@ class PolicyUpdate(msgspec.Struct, kw_only=True):
     step: NotNegative
     """The trainer step the weights come from."""
     published_at: float
-    epoch: int | None = None
+    epoch: Whole | None = None
     policy_name: Annotated[str, msgspec.Meta(min_length=1, max_length=200)] | None = None
     """The model that clients must request to get this policy; None: the one they request anyway."""
     servers: Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=4096)] | None = None
@@ -109,11 +113,11 @@ class PolicyState(msgspec.Struct, kw_only=True):
 
 class CommitRequest(msgspec.Struct, kw_only=True):
     run_id: str
-    epoch: int | None = None
+    epoch: Whole | None = None
 
 
 class FinishRequest(msgspec.Struct, kw_only=True):
-    epoch: int | None = None
+    epoch: Whole | None = None
     """The caller's epoch; a trainer whose run was taken over is refused. None: end the run under any epoch."""
 
 
@@ -122,8 +126,8 @@ class EnvironmentRequest(msgspec.Struct, kw_only=True):
 
     name: Name
     group_size: Positive
-    max_token_length: int
-    weight: float = 1.0
+    max_token_length: Whole
+    weight: Weight = 1.0
     min_batch_allocation: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
     max_batches_offpolicy: Positive = 3
 
@@ -212,7 +216,7 @@ class ItemLease(msgspec.Struct, kw_only=True):
 class Submission(msgspec.Struct, kw_only=True):
     """Body of `POST /v1/groups`: the groups of one environment."""
 
-    environment_id: int
+    environment_id: Whole
     groups: list[Group]
 
 

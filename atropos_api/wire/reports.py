@@ -11,6 +11,8 @@ from typing import Annotated
 
 import msgspec
 
+from atropos_api.wire.messages import Whole
+
 MOST_STEPS_A_REPORT = 200
 MOST_METRICS_A_STEP = 512
 MOST_SAMPLES_A_GROUP = 1024
@@ -56,7 +58,7 @@ class TrainerActivity(msgspec.Struct, kw_only=True):
 class RunReport(msgspec.Struct, kw_only=True):
     """A trainer's report: new steps, signs of trouble, and the state of its process."""
 
-    epoch: int | None = None
+    epoch: Whole | None = None
     """The caller's epoch; the report of a trainer whose run was taken over is refused. None: any."""
     steps: Annotated[list[StepMetrics], msgspec.Meta(max_length=MOST_STEPS_A_REPORT)] = []
     """Steps, each in place of an earlier report of the same step."""
@@ -86,12 +88,23 @@ class GroupValues(msgspec.Struct, kw_only=True):
 class TokenReport(msgspec.Struct, kw_only=True):
     """The trainer's values of some groups of one batch, token by token, for people to look at."""
 
-    epoch: int | None = None
+    epoch: Whole | None = None
     rank: Count = 0
     world_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 1
     groups: list[GroupValues]
     texts: dict[str, str] = {}
     """The text of each token id that occurs in these groups."""
+
+
+class WaitingMember(msgspec.Struct, kw_only=True):
+    """A rollout of a group that is not finished, in environments that collect the members one by one."""
+
+    member: Count
+    """Its index in the group."""
+    last_event: ShortText = ""
+    """The last thing that it did."""
+    seconds: Seconds = 0.0
+    """Time since then, or since it began."""
 
 
 class OpenRollout(msgspec.Struct, kw_only=True):
@@ -108,6 +121,8 @@ class OpenRollout(msgspec.Struct, kw_only=True):
     last_event: ShortText = ""
     """The last thing that a member of it did."""
     last_event_seconds: Seconds = 0.0
+    waiting: Annotated[list[WaitingMember], msgspec.Meta(max_length=8)] = []
+    """Members that are not finished, the one that has done nothing for longest first."""
 
 
 class ServerUse(msgspec.Struct, kw_only=True):
@@ -119,7 +134,7 @@ class ServerUse(msgspec.Struct, kw_only=True):
     """Requests answered since the environment's process began."""
     available: bool = True
     """False while the server is known not to answer."""
-    policy_version: int | None = None
+    policy_version: Whole | None = None
 
 
 class EnvironmentActivity(msgspec.Struct, kw_only=True):

@@ -16,10 +16,10 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from atropos_api.common.files import expand_home
 from atropos_api.common.import_path import import_own, searched
 from environments.rewards.protocol import NO_SCORES, Reward, RewardUnknown, RewardUnusable, is_async
 
@@ -86,7 +86,7 @@ def _instance(name: str, made: Callable[..., Any], params: Mapping[str, Any]) ->
 
 def _load_file(path: str) -> ModuleType:
     """Load a Python file as a module of its own; it can import the files next to it."""
-    file = Path(path).expanduser().absolute()
+    file = expand_home(path).absolute()
     name = f"atropos_reward_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:

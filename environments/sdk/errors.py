@@ -4,7 +4,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
+
+import anyio
 
 from atropos_api.common.errors import AtroposError
 
@@ -65,6 +71,30 @@ class ItemDropped(EnvironmentsError):
     """The item is unusable: an environment that raises this has it dropped, counted and not tried again."""
 
     ends_server = False
+
+
+class OwnCodeEnded(EnvironmentsError):
+    """An environment's own code asked for the end of the process, or awaited something that others had cancelled."""
+
+    ends_server = False
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Make an error of this call what would end the server without one: `sys.exit`, and a cancellation by nobody here.
+
+    A task group takes the cancellation of one of its tasks, such as a library's request that was cancelled, for its
+    own: the rollouts would all end, and the server with exit code 0.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise OwnCodeEnded(f"it called sys.exit({error.code!r}); raise an error instead") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if anyio.current_effective_deadline() == -math.inf or (task is not None and task.cancelling()):
+            raise
+        raise OwnCodeEnded("it raised CancelledError, and nobody had cancelled it") from error
 
 
 class RolloutsKeepFailing(EnvironmentsError):

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from environments.sdk.errors import EnvironmentsError, ItemDropped, innermost
-from environments.sdk.progress import note_attempt_done
+from environments.sdk.errors import EnvironmentsError, ItemDropped, contained, innermost
+from environments.sdk.progress import collecting_member, note_attempt_done
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -122,7 +122,7 @@ class Members:
             tasks.start_soon(self._run, index, scope)
 
     async def _run(self, index: int, scope: anyio.CancelScope) -> None:
-        with scope:
+        with scope, collecting_member(index):
             member = await self._attempts()
             if member is not None:
                 self._done[index] = member
@@ -135,7 +135,8 @@ class Members:
         """Return a member; None if it failed and the group can be closed without it."""
         for draw in range(1, self._rule.draws + 1):
             try:
-                return await self._collect()
+                with contained():
+                    return await self._collect()
             except Exception as error:  # an environment's own code may raise anything
                 reason = innermost(error)
                 if self._ends_group(reason, is_last=draw == self._rule.draws):

@@ -23,6 +23,7 @@ from pydantic import Field
 from atropos_api.common import metric_names as names
 from atropos_api.common.concurrency import run_blocking
 from atropos_api.common.errors import AtroposError
+from atropos_api.common.files import expand_home
 from environments.rewards.gold_check import GoldItem
 from environments.rewards.math import reference
 from environments.rewards.protocol import GoldUnparsable
@@ -51,7 +52,7 @@ class PromptTemplate:
 def load_template(name: str) -> PromptTemplate:
     """Load a template by its path, or one shipped here by its name (`r1_zero` or `r1_zero.prompt`)."""
     shipped = {path.stem: path for path in SHIPPED.glob("*.prompt")}
-    path = Path(name).expanduser()
+    path = expand_home(name)
     if not path.is_file():
         path = shipped.get(name.removesuffix(".prompt"), path)
     try:

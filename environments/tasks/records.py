@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from atropos_api.common.errors import AtroposError
+from atropos_api.common.files import expand_home
 
 ENCODING = "utf-8-sig"
 """UTF-8; a byte order mark, which editors on Windows write, is not part of the text."""
@@ -40,7 +41,7 @@ Choose = Callable[[Iterable[str]], Sequence[str] | None]
 
 def load_records(source: str | Path, split: Split, *, columns: Choose) -> Iterator[tuple[str, Records]]:
     """Yield the numbered records of each file of `source`, or of a data set, with the place that errors name."""
-    path = Path(source).expanduser()
+    path = expand_home(source)
     if path.is_dir() or path.is_file():
         for file in files_of_split(path, split) if path.is_dir() else [path]:
             yield f"{file}:", read_records(file, columns=columns)
@@ -194,7 +195,8 @@ def _load_hub(name: str) -> Mapping[str, Any]:
     except Exception as error:  # it raises whatever its builders, its cache and its HTTP library raise
         raise DataUnusable(
             f"data set {name!r} cannot be loaded ({type(error).__name__}: {_first_line(error)}); without a network "
-            "name a local .jsonl, .json or .parquet file or a folder of them: --env.data_path and --env.val_data_path"
+            "name a local .jsonl, .json or .parquet file or a folder of them: --env.data_path and --env.val_data_path, "
+            "or of atropos-sft --dataset"
         ) from error
     if wanted and wanted not in splits:
         raise DataUnusable(f"data set {name!r} has no split {wanted!r}; it has {', '.join(splits)}")

@@ -19,6 +19,7 @@ from atropos_api.common import metric_names as names
 from atropos_api.common.cliconfig import ConfigError, load_config
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import BadBatch
+from example_trainer.launcher.run_dir import read_record
 
 if TYPE_CHECKING:
     from atropos_api.wire import Batch
@@ -79,10 +80,7 @@ def run(argv: Sequence[str]) -> int:
 
 def recorded_settings(run_dir: Path) -> dict[str, Any]:
     """Return the trainer's settings as the run in this directory recorded them; empty if there is no record."""
-    path = run_dir / "config.json"
-    if not path.exists():
-        return {}
-    recorded = json.loads(path.read_text(encoding="utf-8")).get("trainer", {})
+    recorded = read_record(run_dir / "config.json").get("trainer", {})
     return {name: value for name, value in recorded.items() if name in TrainingConfig.model_fields}
 
 

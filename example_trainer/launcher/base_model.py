@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from atropos_api.common.files import expand_home
 from example_trainer.errors import ModelNotFound
 from example_trainer.memory.shapes import local_shape
 from example_trainer.options.layer_indices import TRAIN_FLAG, parse_layer_indices
@@ -64,7 +65,7 @@ def discard_other_base(run_dir: Path, model: str, dtype: str) -> None:
 
 def require_model(model_name: str, flag: str = "--model-name") -> str:
     """Return `model_name`, made absolute if it is a directory; raise `ModelNotFound` for a path without a model."""
-    path = Path(model_name).expanduser()
+    path = expand_home(model_name)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFound(f"{flag} {model_name}: the directory has no config.json, so it is not a model")

@@ -185,3 +185,14 @@ def require_fillable(environments: Sequence[EnvironmentSettings], flags: Mapping
             "begin; take a group size that divides --batch-size x --gradient-accumulation-steps (or "
             "--rollout-batch-size), or another batch"
         )
+
+
+def with_secrets(servers: Any, secret: Mapping[str, Any]) -> Any:
+    """Merge the secret flags into an environment's inference server; raise `ConfigError` if there are several."""
+    if not secret:
+        return servers
+    if isinstance(servers, list):
+        raise ConfigError(
+            f"--openai.{next(iter(secret))}: openai is a list of {len(servers)} servers in the file; set it there"
+        )
+    return merge(servers, secret)

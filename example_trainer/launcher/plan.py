@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from example_trainer.launcher.endpoints import (
     servers_on_one_gpu,
     token_variables,
 )
-from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, program_of
+from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, program_of, with_secrets
+from example_trainer.launcher.fleet_plan import AddedServer, server_id
 from example_trainer.launcher.run_dir import RunDir, as_plain_data
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings
-from example_trainer.launcher.section_flags import SectionFlags, with_secrets
+from example_trainer.launcher.section_flags import SectionFlags
 from example_trainer.launcher.teacher import (
     LAUNCHERS_OWN,
     TEACHER,
@@ -88,6 +89,9 @@ class Plan:
     final_server: ChildSpec | None = None
     """Server of the last checkpoint for the final evaluation, in modes whose own server ends with the trainer."""
 
+    add_server: Callable[[int, int], AddedServer] | None = field(default=None, compare=False, repr=False)
+    """Plans one more inference server, with its index and port; None if the servers do not outlive a publish."""
+
     def settings_of(self, name: str) -> Mapping[str, Any]:
         """Return the content of the program's settings file."""
         stem = "api" if name == BROKER else name
@@ -132,6 +136,7 @@ def make_plan(
         servers=tuple(server.name for server in servers),
         wandb_run_id=builder.wandb_run_id if builder.wandb(TRAINER) else None,
         final_server=builder.final_server() if environments and not outlives else None,
+        add_server=builder.added_server if outlives else None,
     )
 
 
@@ -158,7 +163,7 @@ class _Builder:
 
     def broker(self) -> ChildSpec:
         flags = self.settings.flags["api"].without("port")
-        content = self._observability() | {"host": LOOPBACK, "store": str(self.run.broker_store)}
+        content = self._observability() | {"host": self.endpoints.broker_host, "store": str(self.run.broker_store)}
         content |= self.settings.sections["api"]
         content = merge(content, flags.secret_values) | {"port": self.endpoints.broker_port}
         path = self._write("api", {"api": content})
@@ -174,7 +179,7 @@ class _Builder:
         )
 
     def vllm(self, index: int) -> ChildSpec:
-        name, flags = server_name(index), self.settings.flags["vllm"].without("port", "model")
+        name, flags = server_name(index), self.settings.flags[VLLM].without("port", "model", "server_id")
         given = {**self.settings.sections[VLLM], **self.settings.trainer.vllm_settings}
         content = merge(self._vllm_defaults(index) | given, flags.secret_values)
         own: dict[str, Any] = {"model": self._base, "port": self.endpoints.vllm_ports[index]}
@@ -182,12 +187,18 @@ class _Builder:
             own["await_model"] = True  # the trainer writes the base once it has loaded the model
         if registered := self.settings.trainer.registered_servers:
             own |= {"broker_url": self.endpoints.broker_url, "policy": self.settings.trainer.policy}
+            own["server_id"] = server_id(self.settings, self.run, index)
         path = self._write(name, {VLLM: content | own})
         command = self._command(self.programs.vllm, path, flags.without_secrets().unprefixed(VLLM))
         # A restarted server serves nothing until the trainer has published the current policy to it.
         environment = self._server_environment(index)
         # A registered server that is drained ends by itself.
         return self._child(name, command, environment=environment, ends_by_itself=registered, may_restart=True)
+
+    def added_server(self, index: int, port: int) -> AddedServer:
+        """Plan the server with this index on a port that is settled only now."""
+        later = replace(self, endpoints=replace(self.endpoints, vllm_ports=(port,) * (index + 1)), files={})
+        return later.vllm(index), later.files
 
     def teacher_servers(self) -> list[ChildSpec]:
         """Plan the teacher's server, if the launcher starts one: a plain server of a model that stays as it is."""
@@ -379,6 +390,8 @@ class _Builder:
             "total_steps": config.training_steps,
             "data_dir_to_save_evals": str(self.run.evals if is_alone else self.run.evals / entry.name),
             "use_wandb": config.use_wandb,
+            "use_trackio": config.use_trackio,
+            **({"trackio_name": f"{self.run.root.name}-{entry.name}"} if config.use_trackio else {}),
         }
 
     def _rollouts_to_read(self, entry: EnvironmentSettings) -> dict[str, Any]:

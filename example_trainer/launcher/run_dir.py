@@ -8,18 +8,21 @@ attempt in the same directory never overwrites the logs of the first.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
 import re
 import secrets
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,10 @@ class RunDir:
     root: Path
     log_root: Path
     attempt: int
+    resumes: bool = True
+    """True if the run may go on in a directory that holds one."""
+    is_named: bool = True
+    """False if the root is a name by the time, which another launch of the same second may take first."""
 
     @property
     def logs(self) -> Path:
@@ -97,28 +104,57 @@ class RunDir:
     def timeline(self) -> Path:
         return self.root / TIMELINE_NAME
 
-    def create(self) -> None:
-        """Make the folders of this attempt and point `logs/latest` at its logs."""
+    @property
+    def fleet_record(self) -> Path:
+        return self.root / "fleet.json"
+
+    @property
+    def fleet_id(self) -> str:
+        """The name of this run's inference servers at a broker, to which other runs may report as well.
+
+        It is the directory's name, and a digest of host and path: directories of equal names are common.
+        """
+        digest = hashlib.sha256(f"{socket.gethostname()}:{self.root}".encode()).hexdigest()[:8]
+        name = re.sub(r"[^A-Za-z0-9._~-]", "-", self.root.name).lstrip("-._~")[:80]
+        return f"{name or 'run'}-{digest}"
+
+    def reserve(self) -> RunDir:
+        """Make the root, if it is not there; return the run with the root that it got."""
+        with reporting_flag(self.root, "--run-dir"):
+            if self.is_named:
+                self.root.mkdir(parents=True, exist_ok=True)
+                return self
+            self.root.parent.mkdir(parents=True, exist_ok=True)
+            root = next(path for path in _numbered(self.root) if _made(path))
+        logs = root / "logs" if self.log_root == self.root / "logs" else self.log_root
+        return replace(self, root=root, log_root=logs)
+
+    def create(self) -> RunDir:
+        """Make the folders of a new attempt and point `logs/latest` at its logs; return the run with that attempt.
+
+        Call it under the directory's lock. The log folder may be shared with other runs, so the attempt's number is
+        the first one whose folder this call could make.
+        """
         require_writable(self.root, "--run-dir")
         require_writable(self.log_root, "--log-dir")
+        refuse_other_run(self.root, resumes=self.resumes)
         with reporting_flag(self.root, "--run-dir"):
-            for folder in (self.logs, self.configs, self.bridge):
+            attempts = (replace(self, attempt=number) for number in count(self.attempt))
+            run = next(attempt for attempt in attempts if _made(attempt.logs))
+            for folder in (run.configs, run.bridge):
                 folder.mkdir(parents=True, exist_ok=True)
-            link = self.log_root / "latest"
-            fresh = link.with_name(".latest")
+            fresh = run.log_root / f".latest.{os.getpid()}"
             fresh.unlink(missing_ok=True)
-            fresh.symlink_to(self.logs.name)
-            fresh.replace(link)
+            fresh.symlink_to(run.logs.name)
+            fresh.replace(run.log_root / "latest")
+        return run
 
     def wandb_run_id(self, *, resumes: bool) -> str:
         """Return the id of the W&B run: the user's, that of the run that is resumed, or a new one."""
         if given := os.environ.get(RUN_ID):
             return given
-        if resumes and self.record.is_file():
-            kept = json.loads(self.record.read_text(encoding="utf-8")).get("wandb_run_id")
-            if kept:
-                return str(kept)
-        return secrets.token_hex(4)
+        kept = read_record(self.record).get("wandb_run_id") if resumes else None
+        return str(kept or secrets.token_hex(4))
 
     def write_record(self, resolved: Mapping[str, Any]) -> None:
         """Write `config.json`: the settings, the command with its start time and attempt, and the provenance."""
@@ -141,13 +177,46 @@ def plan_run_dir(root: Path | None, *, name: str, log_dir: Path | None, resume: 
 
 
 def _plan_run_dir(root: Path | None, *, name: str, log_dir: Path | None, resume: bool) -> RunDir:
-    settled = (root or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    if (settled / "metrics.jsonl").exists() and not resume:
+    if root is None:
+        by_time = Path("runs").absolute() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        settled = next(path for path in _numbered(by_time) if not path.exists())
+    else:
+        settled = root.absolute()
+        refuse_other_run(settled, resumes=resume)
+    log_root = log_dir.absolute() if log_dir else settled / "logs"
+    attempt = _next_attempt(log_root)
+    return RunDir(root=settled, log_root=log_root, attempt=attempt, resumes=resume, is_named=root is not None)
+
+
+def refuse_other_run(root: Path, *, resumes: bool) -> None:
+    """Raise `RunDirectoryInUse` if the directory holds the metrics of a run that is not resumed."""
+    if (root / "metrics.jsonl").exists() and not resumes:
         raise RunDirectoryInUse(
             f"--run-dir {root} already holds the metrics of a run; continue it with --resume auto, or name another"
         )
-    log_root = log_dir.absolute() if log_dir else settled / "logs"
-    return RunDir(root=settled, log_root=log_root, attempt=_next_attempt(log_root))
+
+
+def read_record(path: Path) -> Mapping[str, Any]:
+    """Return the content of a `config.json`; nothing if there is none, or none that can be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, Mapping) else {}
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    """Yield `path`, and then its name with -2, -3, … after it."""
+    return chain((path,), (path.with_name(f"{path.name}-{number}") for number in count(2)))
+
+
+def _made(directory: Path) -> bool:
+    """Make a directory; return False if there was something of that name."""
+    try:
+        directory.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def require_writable(directory: Path, flag: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -31,7 +31,15 @@ from atropos_api.common.option_flags import aliases, named_in
 from atropos_api.common.secrets import redact
 from example_trainer.config import TrainingConfig, settings_from
 from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, read_environments
-from example_trainer.launcher.section_flags import PREFIXED_SECTIONS, SectionFlags, parsed_value, split_section_flags
+from example_trainer.launcher.placement.settings import (
+    DEFAULT_TIMEOUT_SECONDS,
+    PlacementKind,
+    PlacementSettings,
+    launchers_own,
+    read_placement,
+    split_section,
+)
+from example_trainer.launcher.section_flags import PREFIXED_SECTIONS, SectionFlags, split_section_flags
 from example_trainer.launcher.teacher import TEACHER, check_teacher, own_teacher, unused_distillation
 from example_trainer.options.layout import BadLayout, DistributedLayout
 from example_trainer.options.modes import BridgeMode
@@ -78,6 +86,21 @@ class RunConfig(TrainingConfig):
         5, ge=0, description="Times that each program is restarted within --restart-window before the run ends."
     )
     restart_window: float = Field(600.0, gt=0.0, description="Seconds for which a restart counts.")
+    stop_grace: float = Field(
+        3.0,
+        ge=0.0,
+        description="Seconds in which the programs may end after a signal to the launcher; the trainer then writes a "
+        "checkpoint.",
+    )
+    placement: PlacementKind = Field(
+        "local", description="Where trainer, servers and environments run: on this machine, or on a Ray cluster."
+    )
+    placement_address: str | None = Field(
+        None, description="HOST:PORT of the Ray cluster's head, which this machine has joined."
+    )
+    placement_timeout: float = Field(
+        DEFAULT_TIMEOUT_SECONDS, gt=0.0, description="Seconds within which the cluster has a place for each program."
+    )
     cost_per_hour: float | None = Field(
         None, ge=0.0, description="Price of all machines per hour, in any currency: the summary then tells the cost."
     )
@@ -118,6 +141,7 @@ class RunSettings:
     environments: tuple[EnvironmentSettings, ...]
     layout: DistributedLayout | None = None
     """The layout of the `placement` section."""
+    placement: PlacementSettings = field(default_factory=PlacementSettings)
     remarks: tuple[str, ...] = ()
     """Sentences on what a preset has chosen, or could not set here, and on settings without effect."""
     reseeded: bool = False
@@ -150,6 +174,8 @@ def read_settings(argv: Sequence[str]) -> RunSettings:
     for path in paths:
         sections = merge(sections, read_sections(path))
         layout = _layout_in(path) or layout
+    _, placed = split_section(sections.get(PLACEMENT) or {})
+    trainer = {**launchers_own(placed, layout), **trainer}
     config = load_config(RunConfig, own, prog=PROG, description=DESCRIPTION, defaults=trainer)
     environments, remarks = read_environments(
         sections,
@@ -158,7 +184,7 @@ def read_settings(argv: Sequence[str]) -> RunSettings:
         may_choose="atropos_url" not in config.model_fields_set,
     )
     sections["vllm"] = below_flags(sections.get("vllm") or {}, named_in(own, RunConfig))
-    vllm = {**sections["vllm"], **{key: parsed_value(value) for key, value in flags["vllm"].values.items()}}
+    vllm = {**sections["vllm"], **flags["vllm"].settings}
     no_server = bool(config.remote_servers) or not config.local_servers
     config, vllm_remarks = with_vllm_section(config, vllm, no_server=no_server)
     settings = RunSettings(
@@ -167,6 +193,7 @@ def read_settings(argv: Sequence[str]) -> RunSettings:
         flags=flags,
         environments=environments,
         layout=layout,
+        placement=read_placement(placed, config.model_dump()),
         remarks=remarks,
         reseeded="seed" in config.model_fields_set and config.seed != trainer.get("seed"),
     )
@@ -221,7 +248,8 @@ def _layout_in(path: str) -> DistributedLayout | None:
     if not section:
         return None
     try:
-        return DistributedLayout.from_section(section)
+        sizes, _ = split_section(section)
+        return DistributedLayout.from_section(sizes) if sizes else None
     except BadLayout as error:
         raise ConfigError(f"--config {path}, {PLACEMENT}: {error}") from error
 

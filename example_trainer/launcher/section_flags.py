@@ -1,6 +1,6 @@
-"""The flags of the launcher's programs, which carry their section as a prefix: `--env.group_size 8`.
+"""The flags that have a program's section as prefix (`--env.group-size 8`), kept as they were typed.
 
-The launcher hands them on as they were typed, and each program's own parser checks them.
+Each program's own parser checks them; the launcher reads only the values that it needs itself.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ class SectionFlags:
     def arguments(self) -> tuple[str, ...]:
         return tuple(word for group in self.groups for word in group)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Key to value as a settings file would hold it."""
+        return {key: _parsed(value) for key, value in self.values.items()}
+
     def without(self, *keys: str) -> SectionFlags:
         """Return these flags without `keys`, which the launcher handles itself."""
         kept = [group for group in self.groups if _key_of(group[0]) not in keys]
@@ -44,7 +49,7 @@ class SectionFlags:
         found: dict[str, Any] = {}
         for key, value in _section_flags([list(group) for group in self.groups if _is_secret(group)]).values.items():
             *parents, leaf = key.split(".")
-            content: dict[str, Any] = {leaf: parsed_value(value)}
+            content: dict[str, Any] = {leaf: _parsed(value)}
             for parent in reversed(parents):
                 content = {parent: content}
             found = merge(found, content)
@@ -109,7 +114,7 @@ def _is_secret(group: Sequence[str]) -> bool:
     return redact_arguments(group) != list(group)
 
 
-def parsed_value(value: Any) -> Any:
+def _parsed(value: Any) -> Any:
     """Return a flag's value as a file would hold it: a JSON object or array becomes a mapping or list."""
     if isinstance(value, str) and value[:1] in {"{", "["}:
         with contextlib.suppress(ValueError):
@@ -123,14 +128,3 @@ def _key_of(flag: str) -> str:
     if name.startswith(f"{TEACHER_SERVER}."):
         return name.removeprefix(f"{TEACHER_SERVER}.").replace("-", "_")
     return name.partition(".")[2].replace("-", "_")
-
-
-def with_secrets(servers: Any, secret: Mapping[str, Any]) -> Any:
-    """Merge the secret flags into an environment's inference server; raise `ConfigError` if there are several."""
-    if not secret:
-        return servers
-    if isinstance(servers, list):
-        raise ConfigError(
-            f"--openai.{next(iter(secret))}: openai is a list of {len(servers)} servers in the file; set it there"
-        )
-    return merge(servers, secret)

@@ -24,7 +24,7 @@ from atropos_api.common.files import replace_whole, write_whole
 from environments.sdk.group_files import write_page
 from example_trainer.errors import TrainerError
 from example_trainer.launcher.data_use import data_lines, read_data_use, trained_length
-from example_trainer.launcher.run_dir import TIMELINE_NAME
+from example_trainer.launcher.run_dir import TIMELINE_NAME, read_record
 from example_trainer.launcher.totals import Totals, count_totals, total_lines
 from example_trainer.monitoring.trackers import EVENTS_FILE, ROLLOUTS, MetricsTail
 
@@ -135,7 +135,7 @@ def read_accuracies(evals: Path) -> dict[str, list[tuple[int, float]]]:
     found: dict[str, list[tuple[int, float]]] = {}
     for path in sorted([*evals.glob("step-*/metrics.json"), *evals.glob("*/step-*/metrics.json")]):
         step = re.fullmatch(r"step-(\d+)", path.parent.name)
-        accuracy = _find(json.loads(path.read_text(encoding="utf-8")), names.EVAL_ACCURACY)
+        accuracy = _find(read_record(path), names.EVAL_ACCURACY)
         if step is not None and accuracy is not None:
             environment = "" if path.parent.parent == evals else path.parent.parent.name
             found.setdefault(environment, []).append((int(step[1]), accuracy))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from atropos_api.common.files import expand_home
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 ADAPTED_BY_DEFAULT = ("q_proj", "v_proj")
@@ -129,7 +131,7 @@ def find_config(name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    directory = Path(name).expanduser()
+    directory = expand_home(name)
     if directory.is_dir():
         return directory / "config.json"
     try:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from atropos_api.common.files import expand_home
 from example_trainer.errors import ModelNotFound
 from example_trainer.modeling.micro_batches import Row
 
@@ -86,13 +86,13 @@ def _load_weights(policy: Policy, model_name: str) -> dict[str, Tensor]:
     from example_trainer.model import load_policy
     from example_trainer.modeling.loading import PolicyOptions
 
-    if model_name.startswith((".", "/", "~")) and not Path(model_name).expanduser().is_dir():
+    if model_name.startswith((".", "/", "~")) and not expand_home(model_name).is_dir():
         raise ModelNotFound(
             f"--ref-model {model_name}: no such directory; name a checkpoint of the policy's architecture"
         )
     dtype = str(policy.dtype).removeprefix("torch.")
     options = PolicyOptions(
-        model_name=str(Path(model_name).expanduser()) if model_name.startswith("~") else model_name,
+        model_name=str(expand_home(model_name)) if model_name.startswith("~") else model_name,
         flag="--ref-model",
         dtype=dtype,
         device=str(policy.device),

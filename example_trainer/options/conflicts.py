@@ -21,6 +21,7 @@ BOUNDS_OF = {
     "cispo": "--cispo-cap",
     "dppo": "--clip-eps and --cispo-cap",
     "gmpo": "--clip-eps",
+    "m2po": "--m2-threshold",
     "sapo": "--sapo-temperature-pos and -neg",
     "vespo": "--vespo-k-pos and its like",
 }

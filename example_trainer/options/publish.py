@@ -126,8 +126,9 @@ class PublishOptions(BaseModel):
     sync_budget: float = Field(
         0.2,
         gt=0.0,
-        description="Publish less often while recomputed tokens exceed this share of those "
-        "generated (forward from the masters only).",
+        description="Publish less often while recomputed tokens exceed this share of those generated, or under "
+        "--in-flight auto while publishes have lost more than this share of the last ten seconds' generation (forward "
+        "from the masters only).",
     )
     overlap_publish: bool = Field(False, description="Publish during the next batch's forward and backward.")
     keep_versions: int = Field(0, ge=0, description="Keep this many older policy versions for the alignment metrics.")

@@ -140,7 +140,8 @@ def _objective_rules(config: TrainingOptions) -> Iterator[_Rule]:
         yield from _rule_for_all(
             own, config.loss_type in users or config.has_own_loss, f"add --loss-type {' or '.join(sorted(users))}"
         )
-    yield _Rule("kl_estimator", config.kl_coef > 0, "add --kl-coef")
+    yield _Rule("m2_threshold", config.loss_type == "m2po" or config.has_own_loss, "add --loss-type m2po")
+    yield from _rule_for_all(("kl_estimator", "kl_bias_correction"), config.kl_coef > 0, "add --kl-coef")
     yield _Rule("kl_adapt_rate", config.target_kl is not None, "add --target-kl")
     raw = config.loss_type == "no_baseline"
     yield _Rule("advantage_norm", not raw, "--loss-type no_baseline takes the rewards as they are")

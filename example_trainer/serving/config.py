@@ -19,6 +19,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from atropos_api.common.cliconfig import load_config_with_rest
+from atropos_api.common.files import expand_home
 from atropos_api.common.identity import Address
 from atropos_api.common.observability import LogForm
 from atropos_api.common.secrets import SECRET, TokenSource
@@ -182,7 +183,7 @@ class ServerConfig(BaseModel):
     def is_local(self) -> bool:
         """True if model and tokenizer are directories, so that nothing is asked of the hub."""
         named = [self.tokenizer] if self.await_model else [self.model, self.tokenizer]
-        return all(Path(name).expanduser().is_dir() for name in named if name is not None)
+        return all(expand_home(name).is_dir() for name in named if name is not None)
 
     @property
     def adapter_slots(self) -> int:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 _LONGEST_PLAN_STEPS = 4096
 _EACH = 32
 _POINTS = 65
+_ENOUGH_OUTPUTS = 256
 """The compared waits are those of up to 32 steps, and 65 evenly spaced ones up to the longest allowed."""
 
 
@@ -78,7 +79,8 @@ def plan_drain(running: Running, limit_seconds: float, *, places: int = 0) -> Dr
     With A(j) of P requests still running after j steps, and a step that takes a + b A seconds, step j generates A(j)
     tokens in a time in which a full engine generates A(j) + P a (1 - A(j)/P) / (a + b P): it loses a (1 - A(j)/P)
     seconds. What runs after k steps is computed again at `prefill_seconds` a token. P is the number of requests now,
-    or `places` if that is higher, as it is after a part of the wait.
+    or `places` if that is higher, as it is after a part of the wait. Before as many outputs have ended as requests
+    run, the wait is the longest one allowed.
     """
     requests = len(running["computed_tokens"])
     places = max(places, requests)
@@ -97,7 +99,9 @@ def plan_drain(running: Running, limit_seconds: float, *, places: int = 0) -> Dr
     at_pause = np.where(steps == 0, computed[:, None], tokens[:, None] + steps)
     shared = running["distinct_tokens"] / max(1.0, float(computed.sum()))
     losses = lost + prefill * shared * (survival * at_pause).sum(axis=0)
-    best = int(losses.argmin())
+    # The first outputs to end are the shortest: until as many have ended as run, their lengths say too little of these.
+    is_known = len(running["last_lengths"]) >= min(requests, _ENOUGH_OUTPUTS)
+    best = int(losses.argmin()) if is_known else len(steps) - 1
     seconds = 0.0
     if best > 0:
         beginning = prefill * float((tokens - computed).sum())

@@ -15,10 +15,10 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from atropos_api.common.concurrency import Wait
+from atropos_api.common.files import expand_home
 from example_trainer.errors import CannotServe
 from example_trainer.serving import problems
 from example_trainer.serving.config import ServerConfig
@@ -49,7 +49,7 @@ def check_start(config: ServerConfig, environ: Mapping[str, str], *, on_gpu: boo
 
 
 def check_model(model: str) -> None:
-    path = Path(model).expanduser()
+    path = expand_home(model)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise CannotServe(f"--model {model}: the directory holds no config.json, so it is not a Hugging Face model")
@@ -61,7 +61,7 @@ def check_model(model: str) -> None:
 
 def await_model(model: str) -> None:
     """Return once `model` is a directory with a model: a trainer makes it appear whole, by a rename."""
-    directory, wait = Path(model).expanduser(), Wait()
+    directory, wait = expand_home(model), Wait()
     while not (directory / "config.json").is_file():
         if wait.has_line():
             logger.info("waiting for a trainer to write %s (%.0f s)", directory, wait.seconds)
@@ -196,7 +196,7 @@ def check_shareable(model: Mapping[str, Any]) -> None:
 def described(model: str) -> dict[str, Any]:
     """Return the `config.json` of a local model; for a model on the hub, vLLM reads it later."""
     try:
-        found = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+        found = json.loads((expand_home(model) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -98,7 +98,11 @@ def is_complete(directory: Path) -> bool:
 
 
 def default_cache_dir() -> Path:
-    return Path(os.environ.get("ATROPOS_CACHE") or "~/.cache/atropos").expanduser()
+    """Return the folder of all made models; raise `BaseNotWritten` if this user has no home directory to have it in."""
+    try:
+        return Path(os.environ.get("ATROPOS_CACHE") or "~/.cache/atropos").expanduser()
+    except RuntimeError as error:
+        raise BaseNotWritten(f"the cache has no place ({error}); name one with --cache-dir or $ATROPOS_CACHE") from None
 
 
 def content_key(task: TaskName, seed: int) -> str:

@@ -11,6 +11,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from atropos_api.common.files import expand_home
+
 BASE_DIRECTORY = Path("served") / "base"
 """Place of the dequantised base in a run directory."""
 RECORD_NAME = "dequantised_base.json"
@@ -33,6 +35,6 @@ class BaseRecord:
 def read_base_record(directory: str | Path) -> BaseRecord | None:
     """Return the record in a model directory; None for a hub name, or a directory without a readable record."""
     try:
-        return BaseRecord(**json.loads((Path(directory).expanduser() / RECORD_NAME).read_text(encoding="utf-8")))
+        return BaseRecord(**json.loads((expand_home(directory) / RECORD_NAME).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None

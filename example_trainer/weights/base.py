@@ -37,6 +37,8 @@ class PublishReport:
     paused_requests: int = 0
     policy_name: str | None = None
     """The model name that clients have to send to get this version; None: the name they send anyway."""
+    server_count: int = 1
+    """Number of servers whose costs these are."""
     servers: tuple[str, ...] | None = None
     """Lease ids of the registered servers that serve this version; None if servers are not taken from the registry."""
 

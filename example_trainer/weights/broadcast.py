@@ -61,7 +61,7 @@ class BroadcastBridge(WeightBridge):
         self._policy: Policy | None = None
         self._calls = MemberCalls(len(config.server_urls))
         self._exchange = BroadcastExchange(config, self._calls, lease_seconds=lease_seconds)
-        self._budget = SyncBudget(config.sync_budget, most_steps=config.max_staleness)
+        self._budget = SyncBudget.from_config(config)
         self._check = ParityCheck(every=config.sync_check_every)
         self._has_published = False
 

@@ -64,6 +64,7 @@ class Cost:
     recomputed_tokens: int = 0
     generated_tokens: int = 0
     paused_requests: int = 0
+    server_count: int = 0
 
     def add(self, other: Cost) -> None:
         self.fence_seconds += other.fence_seconds
@@ -72,10 +73,12 @@ class Cost:
         self.recomputed_tokens += other.recomputed_tokens
         self.generated_tokens += other.generated_tokens
         self.paused_requests += other.paused_requests
+        self.server_count += other.server_count
 
     def report(self, version: int, seconds: float, servers: tuple[str, ...] | None = None) -> PublishReport:
         """Return the report of a publish with this cost."""
-        return PublishReport(version=version, seconds=seconds, servers=servers, **asdict(self))
+        costs = asdict(self) | {"server_count": max(1, self.server_count)}
+        return PublishReport(version=version, seconds=seconds, servers=servers, **costs)
 
 
 @dataclass(slots=True)
@@ -283,6 +286,7 @@ def _add(cost: Cost, member: Member, fence: Fence, ended: dict[str, Any]) -> Non
     cost.recomputed_tokens += int(ended.get("recomputed_tokens", 0))
     cost.generated_tokens += max(0, fence.generated_tokens_total - member.generated_tokens_total)
     cost.paused_requests += fence.paused_requests
+    cost.server_count += 1
     member.generated_tokens_total = fence.generated_tokens_total
 
 

@@ -209,7 +209,7 @@ class BroadcastDelivery:
         self._config = config
         self._calls = calls
         self._exchange = BroadcastExchange(config, calls, lease_seconds=GIVEN_UP_LEASE_SECONDS, gives_up=True)
-        budget = SyncBudget(config.sync_budget, most_steps=config.max_staleness)
+        budget = SyncBudget.from_config(config)
         self._make_source = make_source
         self._policy: Policy | None = None
         self._source: WeightSource | None = None

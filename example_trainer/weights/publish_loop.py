@@ -3,7 +3,7 @@
 `publish_with_retries` repeats an attempt that failed for a reason that passes. `OpenPublish` holds a server's fence
 under a lease: it begins the publish, and ends or aborts it. `ParityCheck` proves the first publish
 to each server process, and later ones as often as `--sync-check` says. `SyncBudget` limits how often to publish, so
-that recomputing interrupted requests does not take most of the generation.
+that publishes do not take most of the generation.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Final, Self, TypeVar
 from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable
 from example_trainer.modeling.policy import Policy
 from example_trainer.options.publish import InFlight
+from example_trainer.options.training_options import TrainingOptions
 from example_trainer.weight_protocol.client import Fence, ServerClient
 from example_trainer.weights.base import PublishReport
 from example_trainer.weights.logprob_parity import Agreement, Compare, Difference, prove
@@ -208,7 +209,9 @@ class SyncBudget:
 
     Each publish makes the server compute the KV entries of its paused requests again. While those
     tokens exceed `share` of the tokens generated in the window, the next publish waits, but never
-    for more than `most_steps` optimizer steps (the staleness bound, where there is one).
+    for more than `most_steps` optimizer steps (the staleness bound, where there is one). A server
+    that chooses between draining and recomputing (`--in-flight auto`) tells the time that it lost
+    by either, and that time counts instead, as a share of the window.
     """
 
     def __init__(
@@ -216,25 +219,35 @@ class SyncBudget:
         share: float,
         *,
         most_steps: int | None = None,
+        counts_time: bool = False,
         window_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`counts_time`: the servers tell their losses; of several servers, the report has the sum."""
         self._share = share
         self._most_steps = most_steps
+        self._counts_time = counts_time
         self._window_seconds = window_seconds
         self._clock = clock
-        self._publishes: deque[tuple[float, int, int]] = deque()
+        self._publishes: deque[tuple[float, PublishReport]] = deque()
+
+    @classmethod
+    def from_config(cls, config: TrainingOptions) -> Self:
+        return cls(config.sync_budget, most_steps=config.max_staleness, counts_time=config.in_flight == "auto")
 
     def note(self, report: PublishReport) -> None:
-        self._publishes.append((self._clock(), report.recomputed_tokens, report.generated_tokens))
+        self._publishes.append((self._clock(), report))
 
-    def recomputed_fraction(self) -> float:
-        """Return recomputed over generated tokens for the publishes within the window."""
+    def used_share(self) -> float:
+        """Return the share of the window's generation that its publishes took."""
         oldest = self._clock() - self._window_seconds
         while self._publishes and self._publishes[0][0] < oldest:
             self._publishes.popleft()
-        recomputed = sum(entry[1] for entry in self._publishes)
-        return recomputed / max(1, sum(entry[2] for entry in self._publishes)) if recomputed else 0.0
+        reports = [report for _, report in self._publishes]
+        if self._counts_time:
+            return sum(report.loss_seconds / report.server_count for report in reports) / self._window_seconds
+        recomputed = sum(report.recomputed_tokens for report in reports)
+        return recomputed / max(1, sum(report.generated_tokens for report in reports)) if recomputed else 0.0
 
     def allows(self, steps_since_publish: int) -> bool:
         """Return True if a publish may happen now, that many optimizer steps after the last one."""
@@ -242,4 +255,4 @@ class SyncBudget:
             return False
         if self._most_steps is not None and steps_since_publish >= max(1, self._most_steps):
             return True
-        return self.recomputed_fraction() <= self._share
+        return self.used_share() <= self._share

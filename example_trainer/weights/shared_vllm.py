@@ -62,7 +62,7 @@ class SharedVllmBridge(WeightBridge):
     def __init__(self, config: TrainingOptions, *, lease_seconds: float = LEASE_SECONDS) -> None:
         self._config = config
         self._lease_seconds = lease_seconds
-        self._budget = SyncBudget(config.sync_budget, most_steps=config.max_staleness)
+        self._budget = SyncBudget.from_config(config)
         self._check = ParityCheck(every=config.sync_check_every)
         self._publishing = threading.Lock()
         self._attached: Attachment | None = None

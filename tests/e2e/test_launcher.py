@@ -160,6 +160,35 @@ def test_a_signal_ends_everything_with_its_own_exit_code(standins, traces, numbe
     assert traces(launched, tree) == []
 
 
+def test_a_second_launcher_in_a_run_directory_names_the_first_and_changes_nothing(standins) -> None:
+    launched = standins("--training-steps", "400")
+    launched.wait_for_steps(1)
+    second = standins("--training-steps", "3", "--resume", "auto")
+    code, out, error = second.end()
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert f"another launcher works there (pid {launched.process.pid} on " in error
+    assert [path.name for path in launched.run_dir.glob("logs/attempt_*")] == ["attempt_1"]
+    launched.process.kill()  # which ends its lock
+    launched.process.communicate()
+    assert standins("--training-steps", "3", "--resume", "auto").end()[0] == 0
+
+
+def test_a_run_outlives_the_reader_of_its_output_and_under_nohup_its_terminal(
+    start_launcher, standins, tmp_path: Path
+) -> None:
+    ignoring = "trap '' HUP; exec "
+    command = [sys.executable, str(Path(__file__).with_name("launch_standins.py")), "--model-name", tmp_path / "model"]
+    launched = start_launcher("sh", "-c", f'{ignoring}"$@"', "sh", *map(str, command), "--training-steps", "40")
+    launched.process.stdout.close()
+    launched.wait_for_steps(1)
+    launched.process.send_signal(signal.SIGHUP)
+    with launched.process.stderr as stderr:
+        error = stderr.read()
+    assert launched.process.wait(60) == 0
+    assert launched.steps() == 40
+    assert error == f"the output cannot be written (Broken pipe); the run goes on in {launched.run_dir}\n"
+
+
 def test_a_child_that_will_not_stop_is_stopped(standins, traces) -> None:
     launched = standins("--training-steps", "400", "--max-restarts", "0", STANDIN_VLLM="stubborn")
     launched.wait_for_steps(3)

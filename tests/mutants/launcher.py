@@ -255,8 +255,8 @@ LAUNCHER: tuple[Mutant, ...] = (
     Mutant(
         "a second run mixes with the first",
         _RUN_DIR,
-        ".exists() and not resume:",
-        ".exists() and resume is None:",
+        ".exists() and not resumes:",
+        ".exists() and resumes is None:",
         f"{_KEPT}a_directory_that_holds_a_run_is_refused_unless_it_is_resumed",
     ),
     Mutant(

@@ -217,9 +217,10 @@ class BrokerConnection:
 
     @staticmethod
     def _is_refusal(error: Exception) -> bool:
-        from atropos_api.client import BrokerRefused
+        from atropos_api.client import BrokerRefused, GroupNotEncodable
 
-        return isinstance(error, BrokerRefused) and error.status in GROUP_REFUSALS
+        refused = isinstance(error, BrokerRefused) and error.status in GROUP_REFUSALS
+        return refused or isinstance(error, GroupNotEncodable)
 
     def _acknowledge(self, groups: list[Group]) -> None:
         self.pending_sequences -= sum(len(group.tokens) for group in groups)

@@ -7,6 +7,7 @@ error sends nothing twice.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import deque
@@ -23,7 +24,7 @@ import anyio
 from atropos_api.common.tracing import FIELD, Span, current_span, running
 from atropos_api.wire.groups import Group
 from environments.sdk.environment import Environment
-from environments.sdk.errors import EnvironmentsError, ItemDropped, RolloutsKeepFailing, innermost
+from environments.sdk.errors import EnvironmentsError, ItemDropped, RolloutsKeepFailing, contained, innermost
 from environments.sdk.group_files import Chats, GroupFile, RecentGroups
 from environments.sdk.groups import GroupRules, Item, as_groups, fill_absent, to_wire
 from environments.sdk.reporting import FAILED, NO_GROUP, TIMED_OUT, Rejection, last_answer, one_line, quoted
@@ -196,6 +197,8 @@ def _note_reason(buffer: Buffer | None, reason: str) -> None:
 NO_ITEM = "no-item"
 """Reason of a number for which the environment has no item."""
 EMPTY_ITEM_PAUSE_SECONDS = 0.01
+CANCELLATION_SECONDS = 60.0
+"""Time that a cancelled rollout may take to end: code of an environment may clean up, or ignore the cancellation."""
 
 
 class RolloutRunner:
@@ -206,6 +209,8 @@ class RolloutRunner:
         self._env = env
         self._delivery = delivery
         self._failures_in_a_row = 0
+        self.on_stuck: Callable[[Item], None] = lambda _: None
+        """Called with an item whose rollout ignores its cancellation."""
         env.delivery = delivery
 
     async def next_item(self) -> DrawnItem | None:
@@ -217,11 +222,13 @@ class RolloutRunner:
             leased = await leases.take()
             if leases.supported:
                 return None if leased is None else await self._item_of(leased, leases)
-        item = await self._env.get_next_item()
+        with contained():
+            item = await self._env.get_next_item()
         return None if item is None else DrawnItem(item)
 
     async def _item_of(self, leased: LeasedItem, leases: ItemLeases) -> DrawnItem | None:
-        item = await self._env.item_at(leased.number)
+        with contained():
+            item = await self._env.item_at(leased.number)
         if item is None:
             leases.drop(leased, NO_ITEM)
             return None
@@ -266,18 +273,37 @@ class RolloutRunner:
         limit = self._env.config.worker_timeout
         try:
             with record_samples("train"), buffer_groups() as buffer:
-                with anyio.fail_after(limit if limit > 0 else None):
+                with self._noticing_stuck(drawn), anyio.fail_after(limit if limit > 0 else None), contained():
                     collected, more = await self._env.collect_trajectories(drawn.item)
-                finished = await self._env.postprocess_histories(collected) if collected else None
-                if finished is not None:
-                    await self._env.handle_send_to_api(finished, drawn.item)
+                with contained():
+                    finished = await self._env.postprocess_histories(collected) if collected else None
+                    if finished is not None:
+                        await self._env.handle_send_to_api(finished, drawn.item)
         finally:
-            await self._env.cleanup()
+            with contained():
+                await self._env.cleanup()
         self.backlog.extend(more)
         if not finished:
             return None
         self._dispatch(drawn.lease, buffer)
         return len(buffer.accepted)
+
+    @contextmanager
+    def _noticing_stuck(self, drawn: DrawnItem) -> Iterator[None]:
+        """Call `on_stuck` if the block still runs long after the time limit of a rollout has cancelled it."""
+        loop, limit = asyncio.get_running_loop(), self._env.config.worker_timeout
+        due: list[asyncio.TimerHandle] = []
+
+        def begin() -> None:  # only now, since the time in which blocking code kept the loop does not count
+            due.append(loop.call_later(CANCELLATION_SECONDS, self.on_stuck, drawn.item))
+
+        if limit > 0:
+            due.append(loop.call_later(limit, begin))
+        try:
+            yield
+        finally:
+            for timer in due:
+                timer.cancel()
 
     def _dispatch(self, lease: LeasedItem | None, buffer: Buffer) -> None:
         """Send an item's groups, under keys of its own if it is leased."""

@@ -32,8 +32,8 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """The exit code 128 + the number of the first signal, as a shell counts it."""
-        return 128 + (self.signal or 0)
+        """The exit code 128 + the number of the first signal, as a shell counts it; 1 without a signal."""
+        return 1 if self.signal is None else 128 + self.signal
 
     async def wait_for(self, count: int) -> None:
         """Wait until the process has received this number of signals."""
@@ -51,22 +51,38 @@ class StopRequest:
         self.count += 1
         self.signal = self.signal or signal.Signals(number)
         self.set_grace(self.grace_seconds if self.count == 1 else SECOND_SIGNAL_GRACE_SECONDS)
+        self._wake()
+
+    def _wake(self) -> None:
         for loop, event in list(self._waiting):
             if not loop.is_closed():
                 loop.call_soon_threadsafe(event.set)
 
-    def set_grace(self, seconds: float) -> None:
-        """Limit the time for the end, from now on; after it the process exits at once."""
+    def request(self, begin: str) -> None:
+        """Ask for a stop as a first signal does, for a reason that `begin` names; the exit code is 1."""
+        if not self.count:
+            self.count = 1
+            self.set_grace(self.grace_seconds, begin)
+            self._wake()
+
+    def set_grace(self, seconds: float, begin: str = "signal") -> None:
+        """Limit the time for the end, from now on, which `begin` names; after it the process exits at once."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = threading.Timer(seconds, self._exit_now, (seconds,))
+        self._timer = threading.Timer(seconds, self._exit_now, (seconds, begin))
         self._timer.daemon = True
         self._timer.start()
 
-    def _exit_now(self, seconds: float) -> None:
+    def lift_grace(self) -> None:
+        """End a limit that no signal has set."""
+        if self._timer is not None and not self.count:
+            self._timer.cancel()
+
+    def _exit_now(self, seconds: float, begin: str) -> None:
         # Not through logging: the blocked thread may hold its lock.
         os.write(
-            2, f"work in progress did not finish within {seconds:.0f} s of the signal; the process exits now\n".encode()
+            2,
+            f"work in progress did not finish within {seconds:.0f} s of the {begin}; exiting now\n".encode(),
         )
         os._exit(self.exit_code)
 

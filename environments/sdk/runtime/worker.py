@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -19,7 +20,7 @@ from atropos_api.wire.messages import EnvironmentRequest, Pacing
 from atropos_api.wire.reports import EnvironmentActivity
 from environments.sdk.config import EvalHandlingEnum
 from environments.sdk.environment import Environment
-from environments.sdk.errors import EnvironmentsError, EvaluationFailed, innermost
+from environments.sdk.errors import EnvironmentsError, EvaluationFailed, contained, innermost
 from environments.sdk.groups import GroupRules
 from environments.sdk.progress import OpenGroups
 from environments.sdk.reporting import REFUSED, UNSENT, Rejection, last_answer, one_line
@@ -28,7 +29,7 @@ from environments.sdk.runtime.broker_session import BrokerConnection
 from environments.sdk.runtime.commands import evaluates, prepare, run_evaluation
 from environments.sdk.runtime.items import ItemLeases
 from environments.sdk.runtime.metrics import EnvironmentMetrics
-from environments.sdk.runtime.rollouts import Delivery, DrawnItem, RolloutRunner
+from environments.sdk.runtime.rollouts import CANCELLATION_SECONDS, Delivery, DrawnItem, RolloutRunner
 from environments.sdk.runtime.stopping import StopRequest, listen_for_stop
 
 if TYPE_CHECKING:
@@ -103,10 +104,11 @@ class EnvironmentWorker:
             try:
                 async with anyio.create_task_group() as group:
                     group.start_soon(self._handle_stop, stop, group)
+                    self._collector.on_stuck = partial(self._end_stuck, stop)
                     with anyio.CancelScope() as self._startup:
                         await self._start(group)
                         stop.grace_seconds = 2 * self._env.config.drain_seconds + SHUTDOWN_SECONDS
-                    await self._serve_run(group)
+                    await self._serve_run(group, stop)
                     group.cancel_scope.cancel()
             finally:
                 await self._broker.deregister()
@@ -129,7 +131,7 @@ class EnvironmentWorker:
         await self._wait_for_run()
         await self._adopt_run()
 
-    async def _serve_run(self, group: TaskGroup) -> None:
+    async def _serve_run(self, group: TaskGroup, stop: StopRequest) -> None:
         if self._active and self._evaluates and self._env.config.eval_at_start:
             await self._evaluate(required=True)
         async with anyio.create_task_group() as rollouts:
@@ -139,8 +141,12 @@ class EnvironmentWorker:
                 while self._running:
                     await self._changed.wait()
             self._abandoned = self._running
+            if not self._stopping:
+                stop.set_grace(CANCELLATION_SECONDS, "end of the run")
             rollouts.cancel_scope.cancel()
-        if self._stopping:
+        if not self._stopping:
+            stop.lift_grace()
+        else:
             with anyio.move_on_after(self._env.config.drain_seconds):
                 await self._broker.flush()
         if self._leases is not None:
@@ -233,11 +239,11 @@ class EnvironmentWorker:
         """Evaluate now; a `required` evaluation must succeed, another failure is logged and training continues."""
         step = self._pacing.current_step
         try:
-            with anyio.CancelScope() as self._evaluation:
+            with anyio.CancelScope() as self._evaluation, contained():
                 await run_evaluation(self._env, step=step)
         except Exception as error:  # an evaluation is the environment's own code and may raise anything
             reason = innermost(error)
-            if isinstance(reason, EnvironmentsError):
+            if isinstance(reason, EnvironmentsError) and reason.ends_server:
                 raise reason from error
             if required:
                 raise EvaluationFailed(f"the evaluation at step {step} failed: {reason!r}") from error
@@ -255,7 +261,8 @@ class EnvironmentWorker:
     async def _log(self) -> None:
         self._log_due = False
         try:
-            await self._env.wandb_log()
+            with contained():
+                await self._env.wandb_log()
         except Exception:  # the environment's own metrics may raise anything, which must cost no rollout
             logger.exception("metrics of step %d could not be logged", self._env.curr_step)
 
@@ -288,7 +295,8 @@ class EnvironmentWorker:
 
     async def _check_step(self) -> None:
         try:
-            await self._env.env_step_checks()
+            with contained():
+                await self._env.env_step_checks()
         except Exception:  # the environment's own code may raise anything; the step is adopted in any case
             logger.exception("env_step_checks failed at step %d", self._pacing.current_step)
             self.adopt_step()
@@ -332,6 +340,16 @@ class EnvironmentWorker:
             "env_weight": 1.0,
         }
 
+    def _end_stuck(self, stop: StopRequest, item: Any) -> None:
+        """Stop the server: a rollout that goes on after its cancellation takes a place, and a core, for ever."""
+        logger.error(
+            "item %.200r ran for %g s after --env.worker_timeout had cancelled it: its code swallows CancelledError; "
+            "raise that on. The server stops",
+            item,
+            CANCELLATION_SECONDS,
+        )
+        stop.request("time limit of a rollout that ignores its cancellation")
+
     def _count_refused(self, group: Group, error: Exception) -> None:
         example = last_answer(group, lambda tokens: str(self._env.tokenizer.decode(tokens)))
         self._env.dropped_groups.record(Rejection(REFUSED, one_line(str(error))), example)
@@ -369,8 +387,7 @@ class EnvironmentWorker:
         self._delivery.close()
         self._count_unsent()
         self._env.dropped_groups.log()
-        if self._env.tracker is not None:
-            self._env.tracker.finish()
+        self._env.finish_tracking()
         logger.info("stopped" if self._stopping else "the run is finished")
 
     def _count_unsent(self) -> None:

@@ -229,6 +229,13 @@ def test_the_newest_groups_are_kept_to_be_read_unless_a_file_of_ones_own_is_name
         assert not {"data_path_to_save_groups", "groups_to_keep"} & asked.settings_of("environment")["env"].keys()
 
 
+def test_environments_log_to_trackio_beside_the_trainer_s_run(tmp_path: Path) -> None:
+    kept = plan(tmp_path, *OWN_ENVIRONMENT, "--use-trackio").settings_of("environment")["env"]
+    assert (kept["use_trackio"], kept["trackio_name"]) == (True, "run-environment")
+    without = plan(tmp_path, *OWN_ENVIRONMENT).settings_of("environment")["env"]
+    assert not without["use_trackio"]
+
+
 def test_the_trainer_gets_what_was_set_and_nothing_else(tmp_path: Path) -> None:
     given = plan(tmp_path, *OWN_ENVIRONMENT, "--lr", "1e-4", "--dry-run").settings_of("trainer")["trainer"]
     assert given["lr"] == 1e-4

@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from atropos_api.common.cliconfig import ConfigError
-from example_trainer.launcher.launch import silent_environments
-from example_trainer.launcher.progress import Endpoint, Feed, PlainView, Snapshot, make_view, render, sparkline
+from example_trainer.launcher.progress import Endpoint, Feed, Snapshot, silent_environments
 from example_trainer.launcher.run_file import read_settings
+from example_trainer.launcher.views import LastingView, PlainView, make_view, render, sparkline
 from example_trainer.monitoring.trackers import MetricsTail
 
 
@@ -162,6 +162,19 @@ def test_a_quiet_view_shows_nothing(tmp_path: Path) -> None:
     view.update(state, [{"step": 1}])
     view.close()
     assert out.getvalue() == ""
+
+
+@pytest.mark.parametrize("choice", ["plain", "live", "json"])
+def test_an_output_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, choice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        view = LastingView(make_view(choice, full), full)
+        for _ in range(2):
+            view.update(snapshot(tmp_path), [{"step": 1, "reward/mean": 0.5}])
+        view.close()
+    told = capsys.readouterr().err
+    assert told.count("the output cannot be written (No space left on device); the run goes on") == 1
 
 
 def test_progress_is_shown_in_one_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,15 @@ def test_the_record_leaves_out_what_names_itself_a_secret(tmp_path: Path, monkey
     assert "s3cret" not in (tmp_path / "config.json").read_text()
 
 
+def test_a_half_written_record_or_evaluation_hinders_neither_resume_nor_summary(tmp_path: Path) -> None:
+    write_run(tmp_path, [0.1, 0.2])
+    (tmp_path / "config.json").write_text('{"wandb_run_id": "a1b')
+    (tmp_path / "evals/step-2/metrics.json").write_text('{"resu')
+    run = plan_run_dir(tmp_path, name="demo", log_dir=None, resume=True)
+    assert run.wandb_run_id(resumes=True)
+    assert summarise(tmp_path).accuracy_base == 0.08
+
+
 def test_the_summary_tells_before_and_after(tmp_path: Path) -> None:
     write_run(tmp_path, [0.25, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 0.95, 0.96, 0.96])
     timeline = {"start": 90.0, "broker": 91.0, "imports": 96.0, "vllm": 99.0, "trainer": 99.5, "end": 115.0}

@@ -13,7 +13,7 @@ from example_trainer.cli import prepare_directories
 from example_trainer.config import TrainingConfig, settings_from
 from example_trainer.distributed.ranks import joined_ranks
 from example_trainer.errors import ModelNotFound, RanksFailed
-from example_trainer.launcher.base_model import require_on_hub
+from example_trainer.launcher.base_model import require_model, require_on_hub
 from example_trainer.launcher.launch import dry_plan, plan_launch
 from example_trainer.launcher.run_dir import DirectoryUnusable, plan_run_dir
 from example_trainer.launcher.run_file import read_settings
@@ -154,3 +154,8 @@ def test_the_command_ends_with_one_line_and_exit_code_2(
         told
         == f"atropos-grpo-run: error: --run-dir {occupied}: cannot be written (File exists); name another directory\n"
     )
+
+
+def test_a_home_directory_of_nobody_is_a_model_that_is_not_there() -> None:
+    with pytest.raises(ModelNotFound, match="--model-name ~nobody-of-that-name/model: no such directory"):
+        require_model("~nobody-of-that-name/model")

@@ -14,7 +14,7 @@ import pytest
 
 from example_trainer.launcher.supervisor import Supervisor
 from example_trainer.processes.child import ChildFailed, ChildSpec
-from example_trainer.processes.tree import is_alive, wait_until
+from example_trainer.processes.tree import is_alive, python_path, wait_until
 
 SLEEP = "import time; time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
@@ -209,3 +209,27 @@ def test_output_of_any_length_never_blocks_a_child(supervisor: Supervisor) -> No
     child = supervisor.start(python("broker", "print('x' * 2_000_000)", ends_by_itself=True))
     assert wait_until(lambda: child.exit_code is not None, 10)
     assert child.log_path.stat().st_size > 2_000_000
+
+
+def test_a_launcher_killed_while_it_makes_its_temporary_directory_leaves_none(tmp_path: Path) -> None:
+    code = """
+import os, pathlib, signal, sys
+from example_trainer.launcher.supervisor import Supervisor
+pathlib.Path.symlink_to = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+Supervisor(pathlib.Path(sys.argv[1]))
+"""
+    variables = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": python_path()}
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=variables, check=False)
+    assert ended.returncode == -9
+    assert wait_until(lambda: not list(tmp_path.glob("atropos-*")), 30)
+
+
+def test_a_user_without_a_name_can_start_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr("getpass.getuser", nameless)
+    with Supervisor(tmp_path) as supervisor:
+        child = supervisor.start(python("broker", "print('started')", ends_by_itself=True))
+        supervisor.wait_for_end(child, lambda: None)
+    assert "started" in (tmp_path / "broker.log").read_text()

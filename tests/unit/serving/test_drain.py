@@ -31,7 +31,7 @@ def test_outputs_that_are_about_to_end_are_waited_for():
 
 
 def test_long_outputs_are_paused_at_once_for_what_it_costs_to_compute_them_again():
-    plan = plan_drain(running(generated=range(0, 1000, 10), lengths=[1000] * 50, prefill_seconds=1e-6), 0.5)
+    plan = plan_drain(running(generated=range(0, 1000, 10), lengths=[1000] * 100, prefill_seconds=1e-6), 0.5)
     assert plan.seconds == 0
     assert plan.expected_loss_seconds == pytest.approx(sum(range(20, 1020, 10)) * 1e-6)
 
@@ -44,13 +44,20 @@ def test_a_dear_prefill_is_avoided_by_waiting_up_to_the_limit_and_never_longer()
     assert plan_drain(gradual, 0.5).seconds == 0.5
 
 
-def test_the_limit_of_a_request_is_known_without_any_output_before_it():
-    plan = plan_drain(running(generated=[30] * 4, lengths=[], limit=32), 0.5)
+def test_the_limit_of_a_request_is_known_whatever_others_did_before_it():
+    plan = plan_drain(running(generated=[30] * 4, lengths=[1000] * 4, limit=32), 0.5)
     assert plan.seconds == pytest.approx(0.02)
 
 
-def test_without_knowledge_nothing_is_waited_for():
-    assert plan_drain(running(generated=[3] * 4, lengths=[]), 0.5).seconds == 0
+def test_until_as_many_outputs_have_ended_as_run_the_whole_limit_is_waited_for():
+    """The first that end are the shortest: by these alone all others would seem to go on to their limits."""
+    for lengths in ([], [3] * 127):
+        assert plan_drain(running(generated=[8] * 128, lengths=lengths, limit=1000), 0.5).seconds == 0.5
+    assert plan_drain(running(generated=[8] * 128, lengths=[3] * 128, limit=1000), 0.5).seconds == 0
+    assert plan_drain(running(generated=[8] * 1000, lengths=[3] * 512, limit=1000), 0.5).seconds == 0
+
+
+def test_without_requests_or_times_nothing_is_waited_for():
     assert plan_drain(running(generated=[], lengths=[5]), 0.5).seconds == 0
     assert plan_drain(running(generated=[3], lengths=[5], step_seconds=0.0, prefill_seconds=0.0), 0.5).seconds == 0
 
@@ -69,7 +76,7 @@ def test_after_a_part_of_the_wait_the_places_of_ended_requests_still_count():
 
 
 def test_a_request_that_has_not_begun_costs_nothing_unless_the_wait_lets_it_begin():
-    begun = running(generated=[0] * 64, lengths=[1000])
+    begun = running(generated=[0] * 64, lengths=[1000] * 64)
     not_begun = begun | {"computed_tokens": [0] * 64, "distinct_tokens": 0}
     assert plan_drain(begun, 0.5).expected_loss_seconds == pytest.approx(64 * 20 * 1e-4)
     assert plan_drain(not_begun, 0.5) == plan_drain(not_begun, 0.0)
@@ -77,7 +84,7 @@ def test_a_request_that_has_not_begun_costs_nothing_unless_the_wait_lets_it_begi
 
 
 def test_a_prefix_that_requests_share_is_computed_again_once():
-    apart = running(generated=[500] * 8, lengths=[10_000], prompt=1000, prefill_seconds=1e-6)
+    apart = running(generated=[500] * 8, lengths=[10_000] * 8, prompt=1000, prefill_seconds=1e-6)
     shared = apart | {"distinct_tokens": 1000 + 8 * 500}
     losses = [plan_drain(one, 0.5).expected_loss_seconds for one in (apart, shared)]
     assert losses == pytest.approx([8 * 1500e-6, 5000e-6])

@@ -63,6 +63,7 @@ ABOUT_TO_END = {
     "generated_tokens": [30],
     "token_limits": [32],
     "distinct_tokens": 40,
+    "last_lengths": [32],
     "step_seconds": 0.05,
     "prefill_seconds": 0.01,
 }

@@ -8,7 +8,7 @@ import pytest
 
 from atropos_api.broker import Broker, BrokerSettings
 from atropos_api.config import BrokerConfig
-from atropos_api.errors import DamagedBatch
+from atropos_api.errors import DamagedBatch, StoreUnavailable
 from atropos_api.server.app import create_app
 from atropos_api.store.factory import open_directory
 from atropos_api.testing import make_group
@@ -218,3 +218,45 @@ async def test_callers_are_told_to_ask_again_and_the_next_answer_is_whole(stored
         assert refused.json()["type"].endswith("batch-damaged")
         groups = (await http.get("/v1/batches/1")).json()["groups"]
     assert [group["tokens"][0][0] // 100 for group in groups] == [1, 3]
+
+
+@pytest.mark.parametrize("name", ["ledger.sqlite", "ledger.sqlite-wal"])
+@pytest.mark.parametrize("harm", ["removed", "replaced", "cut"])
+def test_nothing_is_acknowledged_into_a_ledger_that_someone_removed_replaced_or_cut(stored, name, harm):
+    stored.submit(1)
+    path = stored.path / name
+    if harm == "cut":
+        os.truncate(path, 100)
+    else:
+        path.rename(stored.path / "elsewhere")
+        if harm == "replaced":
+            path.write_bytes(b"")
+    with pytest.raises(StoreUnavailable, match=f"{name} was removed, replaced or cut"):
+        stored.submit(2)
+    if harm != "cut":
+        (stored.path / "elsewhere").rename(path)
+        stored.submit(3)
+
+
+@pytest.mark.parametrize("harm", ["removed", "cut"])
+def test_groups_go_to_a_new_segment_if_someone_removed_or_cut_the_one_they_went_to(stored, harm):
+    stored.submit(1, 2)
+    (path,) = (stored.path / "segments").glob("*.log")
+    if harm == "removed":
+        path.unlink()
+    else:
+        os.truncate(path, 100)
+    stored.submit(3, 4)
+    stored.reopen()
+    assert stored.idents(1) == [3, 4]
+
+
+@pytest.mark.anyio
+async def test_a_removed_ledger_makes_the_broker_unready(stored):
+    app = create_app(BrokerConfig(store=str(stored.path)), stored.broker)
+    (stored.path / "ledger.sqlite").unlink()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as caller:
+        body = {"name": "other", "group_size": 4, "max_token_length": 9}
+        refused = await caller.post("/v1/environments", json=body)
+        assert (refused.status_code, refused.json()["type"].rpartition("/")[2]) == (503, "store-unavailable")
+        assert (await caller.get("/readyz")).status_code == 503

@@ -36,7 +36,7 @@ def test_recomputing_more_than_the_share_waits_until_the_window_has_passed():
     clock = Clock()
     budget = SyncBudget(0.2, clock=clock)
     budget.note(report(300, 1000))
-    assert budget.recomputed_fraction() == 0.3
+    assert budget.used_share() == 0.3
     assert not budget.allows(3)
     clock.now += 10.1
     assert budget.allows(3)
@@ -55,6 +55,21 @@ def test_the_staleness_bound_outranks_the_budget():
     budget = SyncBudget(0.2, most_steps=4)
     budget.note(report(900, 1000))
     assert [budget.allows(steps) for steps in (1, 3, 4)] == [False, False, True]
+
+
+def test_where_the_servers_tell_their_losses_the_time_counts_and_no_token():
+    clock = Clock()
+    budget = SyncBudget(0.2, counts_time=True, clock=clock)
+    for _ in range(3):
+        budget.note(PublishReport(version=1, seconds=0.5, recomputed_tokens=900, generated_tokens=1000))
+        assert budget.allows(1), "tokens that are computed again cost little of a second"
+    for _ in range(4):
+        assert budget.allows(1)
+        budget.note(PublishReport(version=1, seconds=0.5, loss_seconds=0.6))
+    assert not budget.allows(1), "2.4 of the last ten seconds are lost"
+    clock.now += 10.1
+    budget.note(PublishReport(version=1, seconds=0.5, loss_seconds=2.4, server_count=2))
+    assert budget.allows(1), "of two servers, each has lost 1.2 seconds"
 
 
 def test_a_server_that_generated_nothing_does_not_divide_by_zero():

@@ -1,0 +1,67 @@
+"""The standard streams of a program, whatever its caller gave it: nothing, an encoding of few letters, a closed pipe.
+
+A program that is started without a stream gets the null device in its place, so that no file or socket of its own takes
+the stream's number. A letter that an encoding lacks is written as an escape.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO
+
+_ERRORS_OF_WRITES = frozenset({errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+
+
+@dataclass(frozen=True, slots=True)
+class LostOutput:
+    """The end of a program whose standard output cannot be written; no line tells of a reader that has left."""
+
+    exit_code: int
+    line: str = ""
+
+
+def prepare_streams() -> None:
+    """Open the standard streams that are closed, and make those for text take every letter."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number, which is this one
+    sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8", closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def discard_output(stream: IO[str]) -> None:
+    """Send all that is written to `stream` from now on to the null device, what it could not write so far included."""
+    with suppress(OSError, ValueError):  # a stream that is no file
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+def lost_output(error: OSError) -> LostOutput | None:
+    """Return how a program ends that `error` has stopped, if the standard output cannot be written; None if it can.
+
+    The output is tried with an empty line, because an unbuffered one does not remember that it has failed.
+    """
+    if error.errno not in _ERRORS_OF_WRITES or error.filename is not None:
+        return None
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError as again:
+        discard_output(sys.stdout)
+        if again.errno == errno.EPIPE:
+            return LostOutput(128 + signal.SIGPIPE)
+        return LostOutput(2, f"the output cannot be written ({again.strerror})")
+    return None

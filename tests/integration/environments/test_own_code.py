@@ -1,0 +1,176 @@
+"""An environment's own code may do what it likes: it costs its own item, and neither the server nor the run."""
+
+import asyncio
+import contextlib
+import sys
+
+import anyio
+import pytest
+
+from atropos_api.testing import memory_broker
+from atropos_api.wire.messages import RunRequest
+from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, scored_group
+from environments.sdk.runtime import rollouts
+from environments.sdk.runtime.stopping import StopRequest
+from environments.sdk.runtime.worker import EnvironmentWorker
+from environments.sdk.server_manager import ServerManager
+from environments.sdk.testing import FakeInference, InProcess, sampled_tokens
+
+pytestmark = pytest.mark.anyio
+
+CHAT = [{"role": "user", "content": "How many?"}]
+STEPS = 3
+
+
+class Env(BaseEnv):
+    """An environment whose third item is treated by `treat`."""
+
+    name = "own-code"
+
+    async def setup(self):
+        self.number = 0
+
+    async def get_next_item(self):
+        self.number += 1
+        return self.number
+
+    async def collect_trajectories(self, item):
+        async with self.server.managed_server() as session:
+            await session.chat_completion(messages=CHAT, n=2, max_tokens=8)
+            group = scored_group(session.nodes, [0.0, 1.0])
+        if item == 3:
+            await self.treat(group)
+        return group, []
+
+    async def treat(self, group): ...
+
+
+def make(tokenizer_folder, treat, **settings):
+    configs = [APIServerConfig(server_type="vllm", base_url="http://fake/v1")]
+    config = BaseEnvConfig(
+        group_size=2, use_wandb=False, tokenizer_name=str(tokenizer_folder), steps_per_eval=0, **settings
+    )
+    env = type("Treated", (Env,), {"treat": treat})(config, configs)
+    fake = FakeInference(sampled_tokens(0, vocabulary=300, end=1), end=1)
+    env.server = ServerManager(configs, load_tokenizer=lambda: env.tokenizer, transport=InProcess(fake))
+    return env
+
+
+async def serve(env, stop=None):
+    """Serve until a trainer has taken its batches of two groups."""
+    _, client = memory_broker()
+    trained = []
+
+    async def train():
+        run = await client.begin_run(RunRequest(name="run", batch_size=4, max_token_length=512, num_steps=STEPS))
+        for number in range(1, STEPS + 1):
+            while await client.get_batch(number, run_id=run.run_id, epoch=run.epoch, wait_seconds=5) is None:
+                pass
+            await client.commit(number, run_id=run.run_id, epoch=run.epoch)
+            trained.append(number)
+        await client.finish_run(run.run_id, epoch=run.epoch)
+
+    with anyio.fail_after(30):
+        async with client, anyio.create_task_group() as tasks:
+            tasks.start_soon(train)
+            await EnvironmentWorker(env, client, stop).serve()
+            tasks.cancel_scope.cancel()
+    return trained
+
+
+async def ends_the_process(self, group):
+    sys.exit(0)
+
+
+async def awaits_what_was_cancelled(self, group):
+    other = asyncio.ensure_future(asyncio.sleep(60))
+    other.cancel()
+    await other
+
+
+async def reads_past_the_end(self, group):
+    next(iter(()))
+
+
+async def needs_too_much(self, group):
+    raise MemoryError
+
+
+async def masks_one_token_less(self, group):
+    group["masks"][0] = group["masks"][0][:-1]
+
+
+@pytest.mark.parametrize(
+    "treat",
+    [ends_the_process, awaits_what_was_cancelled, reads_past_the_end, needs_too_much, masks_one_token_less],
+)
+async def test_an_item_whose_code_fails_in_any_way_is_given_up_and_the_run_goes_on(tokenizer_folder, treat):
+    env = make(tokenizer_folder, treat, rollout_attempts=1)
+    assert await serve(env) == [1, 2, 3]
+    assert env.dropped_groups.report().groups == {"failed": 1}
+
+
+async def puts_an_object_among_messages(self, group):
+    group["messages"] = [[{"role": "user", "content": object()}]] * 2
+
+
+async def puts_half_a_character_among_messages(self, group):
+    group["messages"] = [[{"role": "user", "content": "\ud800"}]] * 2
+
+
+async def puts_a_loop_among_overrides(self, group):
+    group["group_overrides"] = {}
+    group["group_overrides"]["self"] = group["group_overrides"]
+
+
+async def scores_with_nan(self, group):
+    group["scores"][0] = float("nan")
+
+
+@pytest.mark.parametrize(
+    "treat",
+    [
+        puts_an_object_among_messages,
+        puts_half_a_character_among_messages,
+        puts_a_loop_among_overrides,
+        scores_with_nan,
+    ],
+)
+async def test_a_group_that_cannot_be_sent_is_counted_as_refused_and_the_run_goes_on(tokenizer_folder, treat):
+    env = make(tokenizer_folder, treat)
+    assert await serve(env) == [1, 2, 3]
+    assert env.dropped_groups.report().groups == {"refused": 1}
+
+
+async def test_a_member_whose_code_ends_the_process_ends_its_group_alone(tokenizer_folder):
+    class Single(Env):
+        async def collect_trajectory(self, item):
+            if item == 3:
+                sys.exit(0)
+            async with self.server.managed_server() as session:
+                await session.chat_completion(messages=CHAT, n=1, max_tokens=8)
+                (group,) = session.nodes
+            return {"tokens": group.tokens, "masks": group.masked_tokens, "scores": float(group.tokens[-2])}, []
+
+        collect_trajectories = BaseEnv.collect_trajectories
+
+    made = make(tokenizer_folder, Env.treat, rollout_attempts=1, ensure_scores_are_not_same=False)
+    made.__class__ = Single
+    assert await serve(made) == [1, 2, 3]
+    assert made.dropped_groups.report().groups == {"failed": 1}
+
+
+async def test_a_rollout_that_ignores_its_cancellation_stops_the_server(tokenizer_folder, monkeypatch, caplog):
+    monkeypatch.setattr(rollouts, "CANCELLATION_SECONDS", 0.1)
+    stop = StopRequest()
+    monkeypatch.setattr(stop, "set_grace", lambda *_: None)  # which would end this process
+
+    async def ignores(self, group):
+        while not stop.count:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+    env = make(tokenizer_folder, ignores, worker_timeout=0.2, drain_seconds=0.1, max_num_workers=2)
+    await serve(env, stop)
+    assert (stop.count, stop.exit_code) == (1, 1)
+    assert "after --env.worker_timeout had cancelled it" in caplog.text

@@ -1,0 +1,77 @@
+"""One launcher works in a run directory at a time; launches of one moment get directories and logs of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from example_trainer.launcher import run_lock
+from example_trainer.launcher.run_dir import RunDirectoryInUse, plan_run_dir
+from example_trainer.launcher.run_lock import locked
+from example_trainer.processes.tree import python_path
+
+HOLDS = """
+import pathlib, sys, time
+from example_trainer.launcher.run_lock import locked
+with locked(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_directory_is_refused_while_a_launcher_has_it_and_free_once_that_one_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    variables = {**os.environ, "PYTHONPATH": python_path()}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with (
+            pytest.raises(RunDirectoryInUse, match=rf"--run-dir {tmp_path}: .*\(pid {holder.pid} on "),
+            locked(tmp_path),
+        ):
+            raise AssertionError("two launchers have the directory")
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    with locked(tmp_path):
+        assert f"pid {os.getpid()} " in (tmp_path / run_lock.LOCK_NAME).read_text()
+
+
+def test_a_file_system_without_locks_refuses_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", unsupported)
+    with locked(tmp_path):
+        assert (tmp_path / run_lock.LOCK_NAME).exists()
+
+
+def test_launches_of_one_second_without_a_name_get_directories_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda _: "20261126-120000")
+    planned = [plan_run_dir(None, name="demo", log_dir=None, resume=False) for _ in range(3)]
+    reserved = [run.reserve() for run in planned]
+    assert [run.root.name for run in reserved] == [f"demo-20261126-120000{end}" for end in ("", "-2", "-3")]
+    assert all(run.log_root == run.root / "logs" for run in reserved)
+    later = plan_run_dir(None, name="demo", log_dir=None, resume=False)
+    assert later.root.name == "demo-20261126-120000-4"
+
+
+def test_runs_that_share_a_log_directory_get_attempts_of_their_own(tmp_path: Path) -> None:
+    roots = [tmp_path / name for name in ("a", "b")]
+    planned = [plan_run_dir(root, name="demo", log_dir=tmp_path / "logs", resume=False) for root in roots]
+    created = [run.create() for run in planned]
+    assert [run.logs.name for run in created] == ["attempt_1", "attempt_2"]
+
+
+def test_metrics_that_another_launch_wrote_after_the_plan_are_not_mixed_with_new_ones(tmp_path: Path) -> None:
+    run = plan_run_dir(tmp_path, name="demo", log_dir=None, resume=False)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(RunDirectoryInUse, match="already holds the metrics of a run"):
+        run.create()
