@@ -13,6 +13,7 @@ _CREDENTIALS = "example_trainer/launcher/endpoints.py"
 _RUN_DIR = "example_trainer/launcher/run_dir.py"
 _RUN_FILE = "example_trainer/launcher/run_file.py"
 _SECTION_FLAGS = "example_trainer/launcher/section_flags.py"
+_SERVER = "example_trainer/options/server.py"
 _CHECKPOINTS = "example_trainer/checkpointing.py"
 
 _TESTS = "unit/launcher/"
@@ -64,6 +65,13 @@ LAUNCHER: tuple[Mutant, ...] = (
         "for group in self.groups if not _is_secret(group)])",
         "for group in self.groups])",
         f"{_SECRETS}no_command_line_of_a_child_holds_a_secret",
+    ),
+    Mutant(
+        "further options of vLLM reach no server",
+        _SERVER,
+        "return settings | config.vllm_settings",
+        "return settings",
+        f"{_TESTS}test_vllm_section.py::test_the_section_and_its_flags_reach_the_server_whoever_starts_it",
     ),
     Mutant(
         "secrets do not reach their program",
