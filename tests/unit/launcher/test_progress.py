@@ -21,7 +21,6 @@ from example_trainer.launcher.launch import silent_environments
 from example_trainer.launcher.progress import (
     Endpoint,
     Feed,
-    LastingView,
     PlainView,
     Snapshot,
     make_view,
