@@ -102,6 +102,24 @@ class ServerIdInUse(BrokerError):
     kind = "server-id-in-use"
 
 
+class UnknownFleet(BrokerError):
+    """No launcher reports on a fleet of that id: nobody would follow a request."""
+
+    kind = "unknown-fleet"
+
+
+class FleetIdInUse(BrokerError):
+    """Another launcher holds the lease of this fleet."""
+
+    kind = "fleet-id-in-use"
+
+
+class CannotScale(BrokerError):
+    """The launcher cannot run this number of servers, for the reason in the message."""
+
+    kind = "cannot-scale"
+
+
 class NoOpenRun(BrokerError):
     """No run is open, and batches, policies and commits belong to a run."""
 

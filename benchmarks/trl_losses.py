@@ -39,6 +39,8 @@ OURS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"aggregation": "sequence", "trl": {"loss_type": "grpo"}},
     "dr_grpo": {"aggregation": "constant", "trl": {"loss_type": "dr_grpo"}},
     "dapo": {"aggregation": "token", "trl": {"loss_type": "dapo"}},
+    # The same where a batch is one micro-batch, as here.
+    "bnpo": {"ours": "grpo", "aggregation": "token", "trl": {"loss_type": "bnpo"}},
     "cispo": {"aggregation": "token", "trl": {"loss_type": "cispo", "epsilon_high": 5.0}},
     "gspo": {"aggregation": "sequence", "trl": {"loss_type": "grpo", "importance_sampling_level": "sequence"}},
     # TRL's sum over a sequence is not divided by the longest answer.
@@ -55,6 +57,10 @@ EXTRAS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "plain": ({"dual_clip": None}, {}),
     "dual clip": ({"dual_clip": 3.0}, {"delta": 3.0}),
     "reference": ({"dual_clip": None, "kl_coef": 0.05}, {"beta": 0.05}),
+    "its correction": (
+        {"dual_clip": None, "kl_coef": 0.05, "kl_bias_correction": True},
+        {"beta": 0.05, "use_bias_correction_kl": True},
+    ),
     "off-policy mask": ({"dual_clip": None, "off_policy_threshold": 0.1}, {"off_policy_mask_threshold": 0.1}),
 }
 """Settings of the further terms: ours, TRL's."""
@@ -103,7 +109,7 @@ def our_loss(batch: RandomBatch, loss: str, correction: str, extra: Mapping[str,
         sequences=torch.arange(ROWS)[:, None].expand_as(batch.mask)[batch.mask],
     )
     settings = LossSettings(
-        loss_type=loss,
+        loss_type=OURS[loss].get("ours", loss),
         old_logprobs="recomputed",
         mismatch_correction=correction,  # type: ignore[arg-type]
         tis_cap=CAP,
@@ -178,7 +184,8 @@ def stand_in(logprobs: Tensor, form: Mapping[str, Any], correction: str, extra: 
         "get_gamma_weights": GRPOTrainer.get_gamma_weights,
         "_get_per_token_logps_and_entropies": lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
     }
-    arguments = {"delta": extra.get("delta"), "use_bias_correction_kl": False, "steps_per_generation": 1}
+    arguments = {"delta": extra.get("delta"), "steps_per_generation": 1}
+    arguments |= {"use_bias_correction_kl": extra.get("use_bias_correction_kl", False)}
     arguments |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
     arguments |= {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
     return SimpleNamespace(args=SimpleNamespace(**arguments), **(settings | dict(form) | dict(extra)))

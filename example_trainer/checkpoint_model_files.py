@@ -55,6 +55,8 @@ def _checksum(path: Path) -> str:
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -63,11 +65,18 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    "chat_template.jinja",
+    CHAT_TEMPLATE_FILE,
     "generation_config.json",
 )
 
+METHODS = {
+    "grpo": ("reinforcement learning", "grpo, reinforcement-learning"),
+    "sft": ("supervised fine-tuning", "sft, supervised-fine-tuning"),
+}
+"""The name of each method in a model card, and its tags."""
+
 CARD_SETTINGS = (
+    "dataset",
     "loss_type",
     "importance_sampling",
     "advantage_norm",
@@ -91,7 +100,13 @@ def write_model(directory: Path, policy: Policy) -> None:
         write_adapter(directory, policy)
     else:
         _write_weights(directory, policy)
-    _copy_tokenizer(policy.tokenizer_name, directory)
+    _copy_tokenizer(policy, directory)
+
+
+def write_merged_model(directory: Path, policy: Policy) -> None:
+    """Write a policy with an adapter as a model of its own: adapter and base merged, in the served dtype."""
+    _write_weights(directory, policy, policy.dtype)
+    _copy_tokenizer(policy, directory)
 
 
 def write_adapter(directory: Path, policy: Policy, dtype: torch.dtype | None = None) -> None:
@@ -135,10 +150,10 @@ def model_card(state: TrainerState, base_model: str, *, adapter: bool) -> str:
     settings = [*CARD_SETTINGS, *(CARD_ADAPTER_SETTINGS if adapter else ())]
     rows = [f"| {name} | {state.config[name]} |" for name in settings if name in state.config]
     kind = "LoRA adapter" if adapter else "Full weights"
-    version = "none" if state.policy_version is None else str(state.policy_version)
+    method, tags = METHODS[state.method]
     what = (
-        f"{kind} of {base_model} after {state.step} steps ({state.updates} optimizer updates) of reinforcement "
-        f"learning with seed {state.seed}; served as policy version {version}."
+        f"{kind} of {base_model} after {state.step} steps ({state.updates} optimizer updates) of {method} with seed "
+        f"{state.seed}{_version_of(state)}."
     )
     return "\n".join(
         [
@@ -146,7 +161,7 @@ def model_card(state: TrainerState, base_model: str, *, adapter: bool) -> str:
             f"base_model: {json.dumps(base_model)}",
             f"library_name: {'peft' if adapter else 'transformers'}",
             "pipeline_tag: text-generation",
-            f"tags: [grpo, reinforcement-learning{', lora' if adapter else ''}]",
+            f"tags: [{tags}{', lora' if adapter else ''}]",
             "---",
             "",
             f"# {state.run_name}, step {state.step}",
@@ -169,6 +184,12 @@ def model_card(state: TrainerState, base_model: str, *, adapter: bool) -> str:
     )
 
 
+def _version_of(state: TrainerState) -> str:
+    if state.method != "grpo":
+        return ""
+    return f"; served as policy version {'none' if state.policy_version is None else state.policy_version}"
+
+
 def _loading_lines(base_model: str, *, adapter: bool) -> list[str]:
     if not adapter:
         return [
@@ -185,8 +206,8 @@ def _loading_lines(base_model: str, *, adapter: bool) -> list[str]:
     ]
 
 
-def _write_weights(directory: Path, policy: Policy) -> None:
-    tensors = policy.checkpoint_tensors()
+def _write_weights(directory: Path, policy: Policy, dtype: torch.dtype | None = None) -> None:
+    tensors = policy.checkpoint_tensors(dtype)
     _write_tensors(directory, tensors)
     config = policy.hf_config.to_dict()
     trained = next(iter(policy.masters))
@@ -207,16 +228,19 @@ def _write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None
         _write_json(directory / "model.safetensors.index.json", index)
 
 
-def _copy_tokenizer(name: str, directory: Path) -> None:
+def _copy_tokenizer(policy: Policy, directory: Path) -> None:
+    name = policy.tokenizer_name
     source = Path(name)
     if source.is_dir():
         for file in TOKENIZER_FILES:
             if (source / file).exists():
                 shutil.copyfile(source / file, directory / file)
-        return
-    from transformers import AutoTokenizer
+    else:
+        from transformers import AutoTokenizer
 
-    AutoTokenizer.from_pretrained(name).save_pretrained(directory)
+        AutoTokenizer.from_pretrained(name).save_pretrained(directory)
+    if policy.chat_template is not None:  # transformers prefers this file to a template in tokenizer_config.json
+        (directory / CHAT_TEMPLATE_FILE).write_text(policy.chat_template, encoding="utf-8")
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -14,14 +14,16 @@ import logging
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from pickle import UnpicklingError  # torch raises it; the only unpickling is torch.load(weights_only=True)
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from atropos_api.common.files import move_link, sync_path, write_directory
 from example_trainer.checkpoint_model_files import StoredTensors, damaged_file, file_checksums, model_card, write_model
 from example_trainer.errors import CheckpointError
+from example_trainer.memory.shapes import local_shape
+from example_trainer.options.modes import MODES
 from example_trainer.state import ObjectiveState, RandomState, Stateful, TrainerState, restore_random
 
 if TYPE_CHECKING:
@@ -168,8 +170,16 @@ def read_state(checkpoint: Path) -> TrainerState:
         ) from error
 
 
-def refuse_changed_settings(state: TrainerState, config: TrainingConfig) -> None:
-    """Raise `CheckpointError` if `config` has another optimizer or other trained weights than the checkpoint."""
+def refuse_changed_settings(
+    state: TrainerState, config: TrainingConfig, method: Literal["grpo", "sft"] = "grpo"
+) -> None:
+    """Raise `CheckpointError` if another method, optimizer or other trained weights than the run's wrote it."""
+    if state.method != method:
+        raise CheckpointError(
+            f"the checkpoint of step {state.step} was written by atropos-{state.method}, whose steps are others; begin "
+            "a run from its weights with --model-name"
+        )
+    _refuse_other_weights(state, config)
     for name in FIXED_SETTINGS:
         before, now = state.config.get(name, getattr(config, name)), getattr(config, name)
         if before != now:
@@ -178,6 +188,25 @@ def refuse_changed_settings(state: TrainerState, config: TrainingConfig) -> None
                 f"the checkpoint of step {state.step} was written with {flag} {before}, this run has {now}; resume "
                 f"with {flag} {before}, or start a new run from its weights with --model-name"
             )
+
+
+def _refuse_other_weights(state: TrainerState, config: TrainingConfig) -> None:
+    """Raise `CheckpointError` for full weights in a mode that trains an adapter, or the reverse, and another model."""
+    mode, model = str(state.config.get("weight_bridge_mode")), str(state.config.get("model_name"))
+    kinds = {True: "an adapter", False: "full weights"}
+    if mode in MODES and MODES[mode].trains_adapter != config.trains_adapter:
+        held, wanted = kinds[not config.trains_adapter], kinds[config.trains_adapter]
+        raise CheckpointError(
+            f"the checkpoint of step {state.step} has {held} (--weight-bridge-mode {mode}), and "
+            f"{config.weight_bridge_mode} trains {wanted}; resume with --weight-bridge-mode {mode}, or start a new run"
+        )
+    before, now = local_shape(model), local_shape(config.model_name)
+    if before is None or now is None or replace(before, name=now.name, stored_dtype=now.stored_dtype) == now:
+        return
+    raise CheckpointError(
+        f"the checkpoint of step {state.step} has the weights of --model-name {model}, and {config.model_name} has "
+        f"other sizes; resume with --model-name {model}, or start a new run"
+    )
 
 
 def restore(

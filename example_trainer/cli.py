@@ -23,18 +23,21 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import Field
 
-from atropos_api.common.cliconfig import ConfigError, load_config, run_cli
+from atropos_api.common.cliconfig import ConfigError, load_config, run_cli, validate
 from atropos_api.common.files import RecentLines
 from atropos_api.common.logs import LogContext, setup_logging
+from atropos_api.common.option_flags import named_in
 from atropos_api.common.secrets import TokenSource, public_settings
 from atropos_api.common.tracing import open_tracing
 from example_trainer.config import TrainingConfig, settings_from
-from example_trainer.launcher.base_model import require_model
+from example_trainer.launcher.base_model import refuse_missing_layers, require_model
 from example_trainer.launcher.run_dir import provenance, require_writable, write_json
-from example_trainer.launcher.run_file import trainer_settings
+from example_trainer.launcher.run_file import read_sections, trainer_settings
 from example_trainer.memory.fit import with_changes
 from example_trainer.memory.preflight import preflight
 from example_trainer.options.presets import find_environment_option
+from example_trainer.options.server import with_own_section
+from example_trainer.serving.config import ServerConfig
 
 if TYPE_CHECKING:
     from atropos_api.client import BrokerClient
@@ -116,18 +119,23 @@ def main() -> NoReturn:
 def run(argv: list[str]) -> int:
     """Train as `argv` says; return 0 after the last step, 3 if `--stop-on` ended the run, 128 + signal after a stop."""
     refuse_environment_options(argv)
-    settings, own, _ = trainer_settings(argv)
+    settings, own, paths = trainer_settings(argv)
     command = load_config(
         TrainerCommand, own, prog=PROG, description=DESCRIPTION, defaults=settings_from(os.environ) | settings
     )
     asked = TrainingConfig(**command.model_dump(exclude={"dry_run"}, exclude_unset=True))
+    sections = [read_sections(path).get("vllm") or {} for path in paths]
+    asked, remarks = with_own_section(asked, sections, named_in(own, TrainerCommand))
+    if asked.may_start_server:
+        validate(ServerConfig, {"model": asked.model_name, **asked.vllm_settings})  # vLLM itself would look much later
     choice = preflight(asked, starts_server=not asked.servers_outlive_publish)
     config = settle_run_dir(with_changes(asked, choice.changes))
     if command.dry_run:
         sys.stdout.write(json.dumps(public_settings(config), indent=2) + "\n")
-        sys.stderr.writelines(f"{warning}\n" for warning in config.warnings())
+        sys.stderr.writelines(f"{warning}\n" for warning in (*remarks, *config.warnings()))
         return 0
     require_model(config.model_name)
+    refuse_missing_layers(config)
     if config.ref_model is not None:
         require_model(config.ref_model, "--ref-model")
     name = "trainer" if config.world_size == 1 else f"trainer {config.trainer_rank}"
@@ -135,7 +143,7 @@ def run(argv: list[str]) -> int:
     silence_unused_kernels(config)
     if choice.sentence:
         logger.info("%s", choice.sentence)
-    for warning in config.warnings():
+    for warning in (*remarks, *config.warnings()):
         logger.warning("%s", warning)
     return _train(config, logs)
 

@@ -24,7 +24,8 @@ class TrainingConfig(TrainingOptions):
     @model_validator(mode="after")
     def _refuse_what_cannot_work(self) -> TrainingConfig:
         if reason := reason_to_refuse(self):
-            raise ValueError(reason)
+            chosen = f" (--preset {self.preset} is set; files and flags override its settings)" if self.preset else ""
+            raise ValueError(f"{reason}{chosen}")
         return self
 
 
@@ -45,6 +46,12 @@ def settings_from(environment: Mapping[str, str]) -> dict[str, object]:
             f"$ACCELERATE_MIXED_PRECISION is {precision!r}, in which nothing is trained here; start with "
             "--mixed_precision bf16, fp16 or no"
         )
+    for engine in ("DEEPSPEED", "MEGATRON_LM"):
+        if _flag(environment, f"ACCELERATE_USE_{engine}"):
+            raise ConfigError(
+                f"$ACCELERATE_USE_{engine}: it is not used here; start accelerate launch without it: the processes of "
+                "--num_processes N divide weights and optimizer states among them (FSDP)"
+            )
     if _flag(environment, "ACCELERATE_USE_CPU"):
         settings["device"] = "cpu"
     world_size = _number(environment, "WORLD_SIZE", 1)

@@ -8,7 +8,7 @@ Advantages, reference logprobs and a teacher's logprobs are optional: a group ma
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,6 +190,26 @@ def leave_out_absent(batch: Batch) -> tuple[Batch, int]:
     groups = [_present(group) for group in batch.groups]
     absent = sum(len(before.tokens) - len(after.tokens) for before, after in zip(batch.groups, groups, strict=True))
     return (replace(batch, groups=groups) if absent else batch), absent
+
+
+def find_places(share: Sequence[Group], whole: Sequence[Group]) -> list[int]:
+    """Return the index in `whole` of each group of `share`, a rank's part of it; groups are compared by their tokens.
+
+    One that is not there, because the broker lost it between the two calls, is counted after the others.
+    """
+    left = dict(enumerate(whole))
+    places: list[int] = []
+    for group in share:
+        found = (index for index, other in left.items() if _have_same_tokens(group, other))
+        place = next(found, len(whole) + len(places))
+        left.pop(place, None)
+        places.append(place)
+    return places
+
+
+def _have_same_tokens(one: Group, other: Group) -> bool:
+    pairs = zip(one.tokens, other.tokens, strict=False)
+    return len(one.tokens) == len(other.tokens) and all(np.array_equal(mine, theirs) for mine, theirs in pairs)
 
 
 def _present(group: Group) -> Group:

@@ -11,6 +11,7 @@ program runs in its own process.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from dataclasses import asdict
@@ -53,10 +54,12 @@ def run(argv: list[str]) -> int:
     from example_trainer.launcher.launch import plan_launch
 
     launch = plan_launch(settings)
+    # A layout may be asked for its numbers on a machine on which it does not fit.
+    if not settings.trainer.dry_run or settings.layout is None:
+        _refuse_large(settings)
     if settings.trainer.dry_run:
         sys.stdout.write(describe(launch))
         return 0
-    _refuse_large(settings)
     return carry_out(launch, argv)
 
 
@@ -104,9 +107,10 @@ def places_of(launch: Launch) -> list[str]:
     """Return the last lines of a run's output: its paths on disk and suggested next commands."""
     return [
         f"run directory: {launch.run.root}",
-        f"picture: {launch.run.plot}",
+        *([f"picture: {launch.run.plot}"] if launch.run.plot.exists() else []),
         *launch.pages,
         f"next: atropos report {launch.run.root} shows this again",
+        f"next: atropos view {launch.run.root} opens its page: curves, and answers token by token, the worst first",
         "next: atropos env init NAME begins an environment of your own (docs/howto/your-own-environment.md)",
     ]
 
@@ -117,7 +121,7 @@ def describe(launch: Launch) -> str:
     from example_trainer.launcher.run_dir import as_plain_data
 
     plan = dry_plan(launch)
-    blocks = [f"run directory: {launch.run.root}", *launch.settings.remarks, *_layout_of(launch)]
+    blocks = [f"run directory: {launch.run.root}", *launch.settings.remarks, *_layout_of(launch), _fleet_of(launch)]
     for spec in (*(base.spec for base in local_bases(launch.settings)), *plan.children):
         shown = redact(spec.environment)
         added = "".join(f"{name}={shlex.quote(value)} " for name, value in shown.items())
@@ -129,18 +133,33 @@ def describe(launch: Launch) -> str:
 
 
 def _refuse_large(settings: RunSettings) -> None:
-    """Raise `ConfigError` for a layout of more than the one trainer process that the launcher starts."""
-    if settings.layout is not None and settings.layout.world_size > 1:
+    """Raise `ConfigError` for more than the one trainer process that the launcher starts on this host."""
+    if (count := settings.trainer.world_size) > 1 and not settings.placement.is_ray:
+        said = f"--world-size {count}" if settings.layout is None else f"placement: the layout has {count} workers"
         raise ConfigError(
-            f"placement: the layout has {settings.layout.world_size} workers, and atropos-grpo-run starts one trainer "
-            "process on this host; start the others with torchrun, and servers with vllm_api_server --broker-url "
+            f"{said}, and atropos-grpo-run starts one trainer process on this host; use --placement ray "
+            "(docs/howto/ray.md), or start the others with torchrun, and servers with vllm_api_server --broker-url "
             "(docs/howto/servers-that-come-and-go.md)"
         )
 
 
+def _fleet_of(launch: Launch) -> str:
+    """Return the number of inference servers, and the numbers that `atropos scale` takes."""
+    from example_trainer.launcher.fleet_plan import FleetRecord, limits_of
+
+    config = launch.settings.trainer
+    limits = limits_of(config, os.environ)
+    return limits.describe(FleetRecord.read(launch.run, limits, resumes=config.resume is not None).wanted)
+
+
 def _layout_of(launch: Launch) -> list[str]:
-    layout = launch.settings.layout
-    return [] if layout is None else [f"{layout.describe()}\nworkers: {', '.join(layout.worker_names)}"]
+    from example_trainer.launcher.placement.choice import roles_of
+
+    settings = launch.settings
+    lines = [f"{settings.placement.describe()}: {role.describe()}" for role in roles_of(settings)]
+    if settings.layout is not None:
+        lines += [f"{settings.layout.describe()}\nworkers: {', '.join(settings.layout.worker_names)}"]
+    return lines
 
 
 if __name__ == "__main__":

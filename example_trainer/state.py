@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 RandomState = dict[str, Any]
 
@@ -43,6 +43,8 @@ class TrainerState:
     loss_scale: dict[str, float] | None = None
     """State of the loss scale of float16; null for other dtypes."""
     config: dict[str, Any] = field(default_factory=dict)
+    method: Literal["grpo", "sft"] = "grpo"
+    """The training that wrote it: of `atropos-grpo`, or of `atropos-sft`."""
 
     @property
     def batch(self) -> int:

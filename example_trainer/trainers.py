@@ -43,6 +43,7 @@ from example_trainer.state import Phases, Progress, TrainerState
 from example_trainer.step import metrics as step_metrics
 from example_trainer.step.metrics import PreparedBatch, StepClock
 from example_trainer.step.post_step import PostStep
+from example_trainer.step.start_check import refuse_unusable
 from example_trainer.step.token_values import TokenTexts, record_batch
 from example_trainer.step.train_step import StepTraining, TrainStep, make_train_step
 from example_trainer.training import StopRequestedError
@@ -115,6 +116,7 @@ class Trainer:
     def set_up(self) -> None:
         """Wait for broker and server, load or resume the policy, and publish the run's first version."""
         config = self.config
+        refuse_unusable(config)
         self._session.wait_until_ready(config.wait_timeout)
         checkpoint = self._ranks.on_main(lambda: find_checkpoint(config.resume, config.checkpoint_root))
         state = None if checkpoint is None else read_state(checkpoint)

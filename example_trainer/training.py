@@ -164,7 +164,8 @@ class Learner:
             parts = []
         targets = None
         if parts:
-            targets = self.objective.prepare(batch.rows, batch.targets.to(self.policy.device), self.score)
+            own = batch.targets.to(self.policy.device)
+            targets = self.objective.prepare(batch.rows, own, self.score, self.ranks.data.gather)
         return BatchTraining(
             batch=batch,
             targets=targets,

@@ -4,8 +4,8 @@ another.
 In reading order: `broker` (the calls), `state` (what the parts share), `submissions` and `queue` (groups in),
 `packing` and `batches` (batches out: how they are formed, expire and are committed), `runs`, `run_succession` and
 `policy_holds` (runs and policies), `environments`, `items` and `pacing` (who produces, of what, and how much),
-`inference_servers` (who samples, by leases), `recovery` (after a crash, and compaction), `batch_traces` (spans of
-batches), `v0` (the Atropos contract on top).
+`inference_servers` (who samples, by leases) and `fleets` (how many are wanted), `recovery` (after a crash, and
+compaction), `batch_traces` (spans of batches), `v0` (the Atropos contract on top).
 
 For those who watch: `activity` and `reports` (what the parts say of themselves, metrics of steps included),
 `recent_batches` and `rollouts` (groups to look at), `facts`, `diagnosis` and `flow` (what a run waits for), `counters`

@@ -6,7 +6,7 @@ Nothing of it is needed for training or stored: after a restart of the broker it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Generic, NamedTuple, TypeVar
@@ -49,13 +49,14 @@ class Wait:
         return self.open_requests > 0 or now - self.seen_at <= BETWEEN_REQUESTS_SECONDS
 
     @contextmanager
-    def request(self) -> Iterator[None]:
-        """Count a request that waits inside the block."""
+    def request(self, clock: Callable[[], float]) -> Iterator[None]:
+        """Count a request that waits inside the block; the wait lasts on if the next follows its end closely."""
         self.open_requests += 1
         try:
             yield
         finally:
             self.open_requests -= 1
+            self.seen_at = clock()
 
     def seconds(self, now: float) -> float | None:
         """Return the time waited so far, or None if there is no wait."""
@@ -96,6 +97,8 @@ class Activity:
     """The newest report of each environment, by its id."""
     trainers: dict[str, Report[TrainerActivity]] = field(default_factory=dict)
     """The newest report of each run's trainer, by the run's id."""
+    steps: dict[str, float] = field(default_factory=dict)
+    """The time at which the newest step of each run's trainer was reported."""
     batch_wait: Wait = field(default_factory=Wait)
     publish_wait: Wait = field(default_factory=Wait)
     """The trainer's wait for evaluations to release the policy."""
@@ -107,6 +110,12 @@ class Activity:
     def note_trainer(self, run_id: str, report: TrainerActivity, now: float) -> None:
         self.trainers = {known: one for known, one in self.trainers.items() if now - one.at < FORGET_SECONDS}
         self.trainers[run_id] = Report(report, now)
+
+    def note_step(self, run_id: str, now: float) -> None:
+        self.steps = {known: at for known, at in self.steps.items() if now - at < FORGET_SECONDS} | {run_id: now}
+
+    def seconds_since_step(self, run_id: str, now: float) -> float | None:
+        return max(0.0, now - self.steps[run_id]) if run_id in self.steps else None
 
     def note_hold(self, now: float, *, held: bool) -> None:
         """Record that the trainer asked if it may publish, and what it was told."""

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from atropos_api.broker.batches import Batches, slice_for_rank
 from atropos_api.broker.counters import Drops
 from atropos_api.broker.environments import Environments
+from atropos_api.broker.fleets import Fleets
 from atropos_api.broker.inference_servers import InferenceServers
 from atropos_api.broker.items import Items
 from atropos_api.broker.pacing import GroupSizes, Pacer
@@ -92,6 +93,7 @@ class Broker:
                 runs=Runs(ledger, snapshot.runs, snapshot.policies),
                 environments=Environments(ledger, snapshot.environments),
                 servers=servers,
+                fleets=Fleets(monotonic),
                 events=EventLog(ledger, clock, snapshot.events),
                 drops=Drops(clock),
                 revision=int(clock() * 1000),
@@ -105,6 +107,7 @@ class Broker:
         if (run := self.state.runs.open) is not None:
             servers.prove(run.policy, run.policy_servers)
         servers.on_change.append(self.state.note_server)
+        self.state.fleets.on_change.append(self.state.note_fleet)
 
     def rebuild(self) -> None:
         """Read all state from the store again, after the store refused a change that memory had partly made."""

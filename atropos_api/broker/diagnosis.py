@@ -8,15 +8,17 @@ names the slower side.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import msgspec
 
-from atropos_api.broker.facts import SILENT_SECONDS, Facts
-from atropos_api.wire.reports import OpenRollout
+from atropos_api.broker.facts import SILENT_SECONDS, Facts, ServerFacts
+from atropos_api.wire.reports import OpenRollout, WaitingMember
 
 EdgeName = Literal["environment-inference", "inference-broker", "broker-trainer", "trainer-publish"]
 Severity = Literal["blocked", "slow", "ok"]
+
+EDGES: Final[tuple[EdgeName, ...]] = get_args(EdgeName)
 
 REQUESTS: Final = "environment-inference"
 GROUPS: Final = "inference-broker"
@@ -159,7 +161,7 @@ def _servers_down(facts: Facts) -> Finding | None:
 
 
 def _tool(facts: Facts) -> Finding | None:
-    """Inference has nothing to do although rollouts are open: those wait for something else."""
+    """Inference has nothing to do although groups are open: those wait for something else."""
     reporting = [one for one in facts.connected if one.open_rollouts]
     waiting = [one for one in reporting if not one.open_requests and one.idle_seconds >= IDLE_SECONDS]
     if not waiting or len(waiting) < len(reporting):
@@ -171,7 +173,7 @@ def _tool(facts: Facts) -> Finding | None:
         rule="tool",
         edge=REQUESTS,
         severity="blocked" if facts.waits_for_batch else "slow",
-        headline=f"Inference is idle while {_count(count, 'rollout')} of {names} "
+        headline=f"Inference is idle while {_count(count, 'group')} of {names} "
         f"{'is' if count == 1 else 'are'} open: a tool, a sandbox or a reward holds them up",
         detail=f"No request has been in progress for {_span(min(one.idle_seconds for one in waiting))}."
         + (f" The oldest: {oldest.name}, for {_span(oldest.seconds)}. {_last_event(oldest)}" if oldest else ""),
@@ -267,10 +269,30 @@ def _rollouts(facts: Facts) -> Finding | None:
         headline=f"The trainer waits for rollouts: {facts.outstanding} of {facts.batch_size} {facts.unit} are queued",
         detail=f"Batch {facts.batch_number} has been waited for for {_span(facts.batch_wait_seconds or 0.0)}."
         + (doing if any(one.open_rollouts is not None for one in facts.connected) else "")
-        + said,
-        advice="give inference more: more servers, more rollouts at once (--env.max_num_workers), shorter answers",
+        + said
+        + _load_of(facts.servers),
+        advice="" if _tool(facts) else _inference_advice(facts.servers),  # inference is not what is short then
         seconds=facts.batch_wait_seconds,
     )
+
+
+def _load_of(servers: Sequence[ServerFacts]) -> str:
+    if not servers:
+        return ""
+    running, waiting = sum(one.running for one in servers), sum(one.waiting for one in servers)
+    known = [(one.kv_free, one.server_id) for one in servers if one.kv_free is not None]
+    free, name = min(known, default=(1.0, ""))
+    fullest = f", the least of its KV cache is free in {name}: {free:.0%}" if name else ""
+    return f" {_count(len(servers), 'server')}: {running} requests run and {waiting} wait inside{fullest}."
+
+
+def _inference_advice(servers: Sequence[ServerFacts]) -> str:
+    """Return the way to more rollouts: servers in which no request waits have room for more of them at once."""
+    if not servers:
+        return "give inference more: more servers, more rollouts at once (--env.max_num_workers), shorter answers"
+    if any(one.waiting for one in servers):
+        return "requests wait inside the servers: more servers, more memory for their KV cache, or shorter answers"
+    return "no request waits inside a server: let more rollouts run at once (--env.max_num_workers)"
 
 
 def _trainer(facts: Facts) -> Finding | None:
@@ -339,7 +361,15 @@ def _flowing(facts: Facts) -> Finding:
 
 
 def _last_event(slow: OpenRollout) -> str:
+    """Return what the group waits for: by rollout, if its environment tells them apart."""
+    if slow.waiting:
+        return f"Unfinished: {'; '.join(map(_describe_member, slow.waiting))}."
     return f"Last event {_span(slow.last_event_seconds)} ago: {slow.last_event}." if slow.last_event else ""
+
+
+def _describe_member(one: WaitingMember) -> str:
+    event = f"{one.last_event} {_span(one.seconds)} ago" if one.last_event else f"no event for {_span(one.seconds)}"
+    return f"rollout {one.member}, {event}"
 
 
 def _count(number: int, what: str) -> str:

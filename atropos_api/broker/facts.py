@@ -36,6 +36,16 @@ class EnvironmentFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ServerFacts:
+    """One registered inference server that serves the run's policy, with the load that it told last."""
+
+    server_id: str
+    running: int = 0
+    waiting: int = 0
+    kv_free: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HoldFacts:
     """The longest hold on the published policy."""
 
@@ -80,6 +90,7 @@ class Facts:
     fetch_share: float = 0.0
     sync_share: float = 0.0
     environments: Sequence[EnvironmentFacts] = ()
+    servers: Sequence[ServerFacts] = ()
 
     @property
     def waits_for_batch(self) -> bool:

@@ -13,14 +13,16 @@ import msgspec
 from atropos_api.broker.activity import Totals
 from atropos_api.broker.broker import Broker
 from atropos_api.broker.diagnosis import Diagnosis, diagnose
-from atropos_api.broker.facts import SILENT_SECONDS, EnvironmentFacts, Facts, HoldFacts
+from atropos_api.broker.facts import SILENT_SECONDS, EnvironmentFacts, Facts, HoldFacts, ServerFacts
 from atropos_api.broker.runs import is_over, quiet_seconds, silence_limit
 from atropos_api.common import metric_names as names
 from atropos_api.store.base import EnvironmentRow, RunRow
-from atropos_api.wire.reports import EnvironmentActivity
+from atropos_api.wire.reports import EnvironmentActivity, OpenRollout
+from atropos_api.wire.servers import InferenceServer, ServerState
 
 FEWEST_DROPS: Final = 8
 RECENT_SECONDS: Final = 60.0
+MOST_SERVERS: Final = 64
 
 
 class FlowRates(msgspec.Struct, kw_only=True):
@@ -62,6 +64,24 @@ class TrainerStatus(msgspec.Struct, kw_only=True):
     world_size: int
 
 
+class ServerStatus(msgspec.Struct, kw_only=True):
+    """A registered inference server with the load that it told at its last renewal."""
+
+    server_id: str
+    state: ServerState
+    policy: str
+    url: str
+    version: int | None
+    running: int
+    waiting: int
+    kv_free: float | None
+    """Share of its KV cache that is free."""
+    quiet_seconds: float
+    """Time since its last renewal."""
+    reason: str | None
+    """The reason why it is gone."""
+
+
 def describe_flow(broker: Broker, *, store_failure: str | None = None) -> FlowStatus:
     facts = gather(broker, store_failure=store_failure)
     rates = broker.state.activity.rates(totals(broker))
@@ -87,6 +107,30 @@ def describe_trainers(broker: Broker) -> list[TrainerStatus]:
         )
         for run_id, report in broker.state.activity.trainers.items()
     ]
+
+
+def describe_servers(broker: Broker) -> list[ServerStatus]:
+    """Return the registered servers, those with the most waiting requests first; at most `MOST_SERVERS`."""
+    busiest = sorted(broker.state.servers.select().servers, key=_load, reverse=True)
+    return [
+        ServerStatus(
+            server_id=one.server_id,
+            state=one.state,
+            policy=one.policy,
+            url=one.url,
+            version=one.version,
+            running=one.running,
+            waiting=one.waiting,
+            kv_free=one.kv_free,
+            quiet_seconds=one.silent_seconds,
+            reason=one.reason,
+        )
+        for one in busiest[:MOST_SERVERS]
+    ]
+
+
+def _load(server: InferenceServer) -> tuple[bool, int, int]:
+    return server.state != "gone", server.waiting, server.running
 
 
 def activity_of(broker: Broker, environment_id: int) -> EnvironmentActivity | None:
@@ -132,6 +176,7 @@ def gather(broker: Broker, *, store_failure: str | None = None) -> Facts:
         fetch_share=shares.get(names.TIME_FETCH, 0.0),
         sync_share=shares.get(names.TIME_SYNC_WAIT, 0.0),
         environments=environments,
+        servers=_servers(broker, run),
     )
 
 
@@ -153,14 +198,18 @@ def totals(broker: Broker) -> Totals:
 
 def current(report: EnvironmentActivity, age: float) -> EnvironmentActivity:
     """Return a report with its durations as of now, `age` seconds after it came."""
-    slowest = [
-        msgspec.structs.replace(
-            one, seconds=one.seconds + age, last_event_seconds=one.last_event_seconds + age if one.last_event else 0.0
-        )
-        for one in report.slowest
-    ]
+    slowest = [_aged(one, age) for one in report.slowest]
     idle = 0.0 if report.open_requests else report.idle_seconds + age
     return msgspec.structs.replace(report, slowest=slowest, idle_seconds=idle)
+
+
+def _aged(one: OpenRollout, age: float) -> OpenRollout:
+    return msgspec.structs.replace(
+        one,
+        seconds=one.seconds + age,
+        last_event_seconds=one.last_event_seconds + age if one.last_event else 0.0,
+        waiting=[msgspec.structs.replace(member, seconds=member.seconds + age) for member in one.waiting],
+    )
 
 
 def _environment(broker: Broker, row: EnvironmentRow) -> EnvironmentFacts:
@@ -197,6 +246,13 @@ def _environment(broker: Broker, row: EnvironmentRow) -> EnvironmentFacts:
         unavailable=() if available else [server.url for server in report.servers],
         evaluating=report.evaluating,
     )
+
+
+def _servers(broker: Broker, run: RunRow) -> list[ServerFacts]:
+    return [
+        ServerFacts(server_id=one.server_id, running=one.running, waiting=one.waiting, kv_free=one.kv_free)
+        for one in broker.state.servers.select(run.policy, answering=True).servers
+    ]
 
 
 def _without_time(rates: Totals) -> dict[str, float]:

@@ -58,6 +58,8 @@ class Reports:
         for sign in report.signs:
             if not state.events.has("health", run_id=run.run_id, sign=sign.sign, step=sign.step):
                 state.events.add("health", run_id=run.run_id, **msgspec.structs.asdict(sign))
+        if report.steps:
+            state.activity.note_step(run.run_id, state.clock())
         if report.activity is not None:
             state.activity.note_trainer(run.run_id, report.activity, state.clock())
 

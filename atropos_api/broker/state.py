@@ -18,12 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from atropos_api.broker.activity import Activity
 from atropos_api.broker.counters import Counters, Drops
 from atropos_api.broker.environments import Environments, LivenessSnapshot
+from atropos_api.broker.fleets import Fleets
 from atropos_api.broker.inference_servers import InferenceServers
 from atropos_api.broker.queue import GroupQueue
 from atropos_api.broker.runs import Runs
 from atropos_api.errors import StoreUnavailable
 from atropos_api.store.base import KEPT_EVENTS, BodyLog, BodyRef, EnvironmentRow, Event, GroupRow, Ledger
 from atropos_api.store.failpoints import Reach, ignore_failpoint
+from atropos_api.wire.fleets import Fleet
 from atropos_api.wire.group_json import CheckedGroup
 from atropos_api.wire.groups import Form
 from atropos_api.wire.messages import PolicyUpdate
@@ -96,6 +98,7 @@ class State:
     runs: Runs
     environments: Environments
     servers: InferenceServers
+    fleets: Fleets
     events: EventLog
     drops: Drops
     revision: int
@@ -190,6 +193,17 @@ class State:
             state=server.state,
             url=server.url,
             reason=server.reason,
+        )
+
+    def note_fleet(self, fleet: Fleet) -> None:
+        """Record that another number of a launcher's servers is wanted, or followed, as an event."""
+        self.events.add(
+            "fleet-changed",
+            fleet_id=fleet.fleet_id,
+            wanted=fleet.wanted,
+            running=fleet.running,
+            followed=fleet.followed,
+            note=fleet.note,
         )
 
 

@@ -13,10 +13,19 @@ from atropos_api.broker.batches import max_staleness_of
 from atropos_api.broker.broker import Broker
 from atropos_api.broker.counters import Counters, LatestDrop
 from atropos_api.broker.environments import LivenessSnapshot, token_share_of
-from atropos_api.broker.flow import FlowStatus, TrainerStatus, activity_of, describe_flow, describe_trainers
+from atropos_api.broker.flow import (
+    FlowStatus,
+    ServerStatus,
+    TrainerStatus,
+    activity_of,
+    describe_flow,
+    describe_servers,
+    describe_trainers,
+)
 from atropos_api.broker.packing import batch_in_sequences, queued_by_environment
 from atropos_api.broker.state import State
 from atropos_api.store.base import EnvironmentRow, ItemsRow, RunRow
+from atropos_api.wire.fleets import Fleet
 from atropos_api.wire.reports import EnvironmentActivity
 
 
@@ -36,6 +45,8 @@ class RunStatus(RunRow, kw_only=True):
     next_batch: int
     metrics_step: int | None
     """The last step whose metrics were reported since this broker began; it tells that there is more to read."""
+    last_step_seconds: float | None
+    """Time since the report of a step came last; None: none has come since this broker began."""
 
 
 class QueueStatus(msgspec.Struct, kw_only=True):
@@ -101,6 +112,10 @@ class Status(msgspec.Struct, kw_only=True):
     counters: Counters
     flow: FlowStatus
     trainers: list[TrainerStatus]
+    fleets: list[Fleet]
+    """The inference servers of each launcher: how many are wanted, and how many there are."""
+    servers: list[ServerStatus]
+    """Registered inference servers, those with the most waiting requests first."""
 
 
 def describe_status(broker: Broker, *, store_failure: str | None = None) -> Status:
@@ -121,6 +136,8 @@ def describe_status(broker: Broker, *, store_failure: str | None = None) -> Stat
         counters=state.counters,
         flow=describe_flow(broker, store_failure=store_failure),
         trainers=describe_trainers(broker),
+        fleets=state.fleets.select().fleets,
+        servers=describe_servers(broker),
     )
 
 
@@ -138,6 +155,7 @@ def _describe_run(broker: Broker, run: RunRow) -> RunStatus:
         current_step=broker.trained_steps(run),
         next_batch=run.formed_batch + 1,
         metrics_step=broker.metrics.last_step(run.run_id),
+        last_step_seconds=broker.state.activity.seconds_since_step(run.run_id, now),
     )
 
 

@@ -12,6 +12,7 @@ from atropos_api.client import calls
 from atropos_api.client.calls import BearerAuth, BrokerRefused, Call
 from atropos_api.common.concurrency import Wait
 from atropos_api.common.secrets import TokenSource
+from atropos_api.wire.fleets import Fleet, FleetLease, FleetReport, FleetSet
 from atropos_api.wire.groups import Batch, Form, Group
 from atropos_api.wire.messages import (
     DropReport,
@@ -217,6 +218,23 @@ class BrokerClient:
     def remove_server(self, server_id: str, *, lease_id: str | None = None) -> None:
         """End a server's lease; with `lease_id`, only that one."""
         self._send(calls.remove_server(server_id, lease_id=lease_id))
+
+    def renew_fleet(self, fleet_id: str, report: FleetReport) -> FleetLease:
+        """Report on a launcher's inference servers, and return how many are wanted."""
+        return calls.read_answer(self._send(calls.renew_fleet(fleet_id, report)), FleetLease)
+
+    def get_fleets(self) -> FleetSet:
+        """Return the inference servers that launchers start, by launcher."""
+        return calls.read_answer(self._send(calls.get_fleets()), FleetSet)
+
+    def scale_fleet(self, fleet_id: str, wanted: int, *, wait_seconds: float = 0.0) -> Fleet:
+        """Ask for another number of servers; answered once the launcher follows, at the latest after `wait_seconds`."""
+        call = calls.scale_fleet(fleet_id, wanted, wait_seconds=wait_seconds)
+        return calls.read_answer(self._send(call), Fleet)
+
+    def remove_fleet(self, fleet_id: str, *, launcher_id: str) -> None:
+        """End the lease of a launcher that ends."""
+        self._send(calls.remove_fleet(fleet_id, launcher_id=launcher_id))
 
     def status(self) -> dict[str, Any]:
         return calls.read_answer(self._send(calls.status()), dict[str, Any])

@@ -20,6 +20,7 @@ from atropos_api.common.identity import find_host_error
 from atropos_api.common.secrets import TokenSource
 from atropos_api.wire.columns import MEDIA_TYPE, VERSION
 from atropos_api.wire.columns_groups import NotColumnar, decode_batch, encode_submission
+from atropos_api.wire.fleets import FleetReport, ScaleRequest
 from atropos_api.wire.groups import Batch, Form, Group
 from atropos_api.wire.messages import (
     CommitRequest,
@@ -203,6 +204,28 @@ def remove_server(server_id: str, *, lease_id: str | None) -> Call:
     return Call(method="DELETE", path=f"/v1/servers/{server_id}", params=params)
 
 
+def renew_fleet(fleet_id: str, report: FleetReport) -> Call:
+    return Call(method="PUT", path=f"/v1/fleets/{fleet_id}", content=_encoder.encode(report))
+
+
+def get_fleets() -> Call:
+    return Call(method="GET", path="/v1/fleets")
+
+
+def scale_fleet(fleet_id: str, wanted: int, *, wait_seconds: float) -> Call:
+    return Call(
+        method="PUT",
+        path=f"/v1/fleets/{fleet_id}/wanted",
+        params={"wait": str(wait_seconds)},
+        content=_encoder.encode(ScaleRequest(wanted=wanted)),
+        extra_seconds=wait_seconds,
+    )
+
+
+def remove_fleet(fleet_id: str, *, launcher_id: str) -> Call:
+    return Call(method="DELETE", path=f"/v1/fleets/{fleet_id}", params={"launcher_id": launcher_id})
+
+
 def status() -> Call:
     return Call(method="GET", path="/v1/status")
 
@@ -237,10 +260,13 @@ def raise_for_problem(response: httpx.Response) -> None:
         raise RunSuperseded(refused.problem, refused.status)
     if refused.kind == "batch-committed":
         raise BatchCommitted(refused.problem, refused.status)
-    is_missing = refused.status == httpx.codes.NOT_FOUND and refused.kind != "unknown-server"
+    is_missing = refused.status == httpx.codes.NOT_FOUND and refused.kind not in {"unknown-server", "unknown-fleet"}
     if is_missing and "/v1/servers" in response.url.path:
         detail = f"{response.url} is not a route of this broker: its release has no registry of inference servers"
         raise BrokerRefused({"detail": f"{detail}; upgrade it, or name servers by address"}, refused.status)
+    if is_missing and "/v1/fleets" in response.url.path:
+        detail = f"{response.url} is not a route of this broker: its release cannot scale; upgrade it"
+        raise BrokerRefused({"detail": detail}, refused.status)
     raise refused
 
 

@@ -75,6 +75,24 @@ def require_host(host: str) -> str:
     return host
 
 
+def is_this_host(host: str) -> bool:
+    """Return True if a host is this machine: by its name, or as an address of one of its interfaces, or of them all.
+
+    Another name for it that only DNS knows counts as another machine, because a lookup may take seconds.
+    """
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        own = socket.gethostname().lower()
+        return host.lower() in {"localhost", own, own.partition(".")[0]}
+    try:
+        with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6) as probe:
+            probe.bind((str(address), 0))  # the kernel lends no address that is not one of this machine's
+    except OSError:
+        return address.is_loopback  # without IPv6 no address of its form can be bound
+    return True
+
+
 def split_address(text: str) -> tuple[str, int | None]:
     """Return host and port of `HOST` or `HOST:PORT`; otherwise `ValueError` says what to write."""
     if not _is_place(text) or urlsplit(f"//{text}").netloc != text or "@" in text:

@@ -116,6 +116,11 @@ MISMATCH_BOUNDED_FRACTION: Final = "mismatch/bounded_fraction"
 """Share of trained tokens whose ratio --mismatch-correction truncates or masks."""
 OFF_POLICY_FRACTION: Final = "grpo/off_policy_fraction"
 """Share of trained tokens that --off-policy-mask masks."""
+SECOND_MOMENT: Final = "grpo/second_moment"
+"""Mean squared log-ratio, policy to sampler, of the tokens that their advantage pushes away from the sampler; only with
+--loss-type m2po."""
+SECOND_MOMENT_KEPT: Final = "grpo/second_moment_kept"
+"""The same without the tokens that it masks: at most --m2-threshold."""
 
 # Logprobs
 LOGPROBS_TRAINING_MEAN: Final = "logprobs/training_mean"
@@ -188,6 +193,12 @@ TIME_SYNC_EXPECTED_LOSS: Final = "time/sync_expected_loss"
 """The same as the server expected it when it chose."""
 TIME_SYNC_WAIT: Final = "time/sync_wait"
 """Time for which the step waited for publish, checkpoint and commit."""
+
+# Supervised fine-tuning, logged by atropos-sft beside those of training, throughput and time
+SFT_EPOCH: Final = "sft/epoch"
+"""Passes over the data up to this step, a fraction within one."""
+SFT_EVAL_LOSS: Final = "sft/eval_loss"
+"""Mean negative logprob of the learned tokens of the evaluation data, in nats; in steps that evaluate."""
 
 # Evaluation, logged by environments
 EVAL_ACCURACY: Final = "eval/accuracy"

@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -49,7 +52,7 @@ class Option:
             return self.description
         value = self.default.value if isinstance(self.default, Enum) else self.default
         said = value is None and "default:" in self.description
-        if said or value is PydanticUndefined or value == "" or isinstance(value, BaseModel):
+        if said or value is PydanticUndefined or value in ("", {}) or isinstance(value, BaseModel):
             return self.description
         shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
         return f"{self.description} (default: {shown})".strip()
@@ -74,26 +77,47 @@ class Option:
             group.add_argument(*self.flags, dest=self.path, nargs="?", const="true", metavar="true|false", help=text)
             negated = [flag.replace("--", "--no-", 1) for flag in self.flags]
             group.add_argument(*negated, dest=self.path, action="store_const", const="false", help=argparse.SUPPRESS)
-        elif self.kind == "list":
-            group.add_argument(*self.flags, dest=self.path, nargs="+", metavar=metavar, help=text)
+        elif self.kind in {"list", "json"}:
+            shown = "KEY=VALUE" if self.kind == "json" else metavar
+            group.add_argument(*self.flags, dest=self.path, nargs="+", metavar=shown, help=text)
         else:
             group.add_argument(*self.flags, dest=self.path, metavar=metavar, help=text)
 
     def decode(self, given: object) -> object:
-        """Return text as pydantic should see it: `None` for nullable options, parsed JSON for mappings."""
+        """Return text as pydantic should see it: `None` for nullable options, a mapping for JSON or KEY=VALUE words."""
         if self.nullable and given in ("None", ["None"]):
             return None
-        if self.kind == "json" and isinstance(given, str):
-            try:
-                return json.loads(given)
-            except json.JSONDecodeError:
-                return given
-        return given
+        return _as_mapping(given) if self.kind == "json" and isinstance(given, list) else given
+
+
+def _as_mapping(words: list[str]) -> object:
+    """Return the mapping that JSON or KEY=VALUE words say, else the text, for pydantic to refuse."""
+    text = " ".join(words)
+    if text.lstrip().startswith("{"):
+        with contextlib.suppress(json.JSONDecodeError):
+            return json.loads(text)
+        return text
+    if not all(re.match(r"[\w.-]+=", word) for word in words):
+        return text
+    return {key: _value(value) for key, _, value in (word.partition("=") for word in words)}
+
+
+def _value(text: str) -> object:
+    """Return a value as a YAML file would hold it: number, switch, list, mapping, else text."""
+    with contextlib.suppress(yaml.YAMLError):
+        return yaml.safe_load(text)
+    return text
 
 
 def list_options(model: type[BaseModel], prefix: str = "") -> list[Option]:
     """Return all options of a model, nested models flattened with dots, in the order of the fields."""
     return list(_walk(model, prefix))
+
+
+def named_in(argv: Iterable[str], model: type[BaseModel]) -> frozenset[str]:
+    """Return the paths of the model's options that a command line names."""
+    words = {word.partition("=")[0].replace("--no-", "--", 1) for word in argv if word.startswith("--")}
+    return frozenset(option.path for option in list_options(model) if not words.isdisjoint(option.flags))
 
 
 def nested_model(annotation: Any) -> type[BaseModel] | None:

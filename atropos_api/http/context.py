@@ -77,6 +77,8 @@ class AppContext:
     """Notifies servers that wait for a change of their own state."""
     followers_notifier: Notifier = field(default_factory=Notifier)
     """Notifies those who follow the set of servers, a moment after it changed."""
+    fleets_notifier: Notifier = field(default_factory=Notifier)
+    """Notifies those who wait until a launcher follows their request."""
     stop_notifier: Notifier = field(default_factory=Notifier)
     legacy_batch_lock: FairLock = field(default_factory=FairLock)
     version: str = field(default_factory=package_version)
@@ -181,6 +183,7 @@ class AppContext:
             self.events_notifier,
             self.servers_notifier,
             self.followers_notifier,
+            self.fleets_notifier,
             self.stop_notifier,
         ):
             notifier.notify()

@@ -1,5 +1,7 @@
 """The page's own files: HTML, styles and modules, as they lie in `static/`, with the headers that they are sent with.
 
+One is the style that the page shares with reports and other pages that are one file.
+
 The policy lets the page load nothing but these files, run no script that is inside of HTML, and be shown in no frame.
 What a model wrote reaches the page as JSON alone.
 """
@@ -12,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from atropos_api.common.html_pages import STYLE_FILE
 
 FOLDER: Final = Path(__file__).with_name("static")
 INDEX: Final = "index.html"
@@ -54,12 +58,13 @@ class PageFile:
 
 @functools.cache
 def page_files() -> Mapping[str, PageFile]:
-    """Return every file of the page by its path below `static/`."""
-    return {
+    """Return every file of the page by its path below `static/`, and the shared style by its name."""
+    own = {
         path.relative_to(FOLDER).as_posix(): _read(path)
         for path in sorted(FOLDER.rglob("*"))
         if path.suffix in MEDIA_TYPES
     }
+    return own | {STYLE_FILE.name: _read(STYLE_FILE)}
 
 
 def _read(path: Path) -> PageFile:

@@ -12,6 +12,8 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client.metrics_core import Metric as Family
 
 from atropos_api.broker import Broker
+from atropos_api.broker.diagnosis import EDGES, diagnose
+from atropos_api.broker.flow import gather
 from atropos_api.broker.queue import version_of
 from atropos_api.broker.runs import quiet_seconds
 from atropos_api.common import metric_names
@@ -92,7 +94,21 @@ INFERENCE_SERVERS: Final = Metric(
     ("policy", "state"),
 )
 
-METRICS: Final = (*COUNTERS.values(), DROPPED, *GAUGES.values(), QUEUED, INFERENCE_SERVERS)
+FLEET_SERVERS: Final = Metric(
+    "fleet_servers",
+    "gauge",
+    "Inference servers of a launcher: those that are wanted, and those that it runs",
+    ("fleet", "state"),
+)
+
+BLOCKED: Final = Metric(
+    "run_blocked",
+    "gauge",
+    "1 on the edge of the flow on which the open run is blocked, as the live page shows it",
+    ("edge",),
+)
+
+METRICS: Final = (*COUNTERS.values(), DROPPED, *GAUGES.values(), QUEUED, INFERENCE_SERVERS, FLEET_SERVERS, BLOCKED)
 
 
 @route(
@@ -120,11 +136,24 @@ def _collect(context: AppContext) -> Iterator[Family]:
     )
     servers = broker.state.servers.counts()
     yield INFERENCE_SERVERS.family(PREFIX, *(((policy, state), count) for policy, state, count in servers))
+    fleets = broker.state.fleets.select().fleets
+    counts = ((one.fleet_id, {"wanted": one.wanted, "running": one.running}) for one in fleets)
+    yield FLEET_SERVERS.family(PREFIX, *(((name, state), n) for name, both in counts for state, n in both.items()))
+    yield BLOCKED.family(PREFIX, *_blocked(context))
 
 
 def _dropped(broker: Broker) -> list[tuple[tuple[str, ...], float]]:
     rows: dict[int | None, str] = {row.environment_id: row.display_name for row in broker.state.environments}
     return [((rows.get(environment_id, ""), reason), count) for environment_id, reason, count in broker.state.drops]
+
+
+def _blocked(context: AppContext) -> list[tuple[tuple[str, ...], float]]:
+    """Return a sample for each edge; none without an open run, which is not a run that is blocked."""
+    facts = gather(context.broker, store_failure=context.store_failure)
+    if facts.run is None:
+        return []
+    finding = diagnose(facts).finding
+    return [((edge,), float(finding.severity == "blocked" and finding.edge == edge)) for edge in EDGES]
 
 
 def _gauges(broker: Broker) -> dict[str, float]:

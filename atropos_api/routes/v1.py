@@ -230,7 +230,7 @@ async def get_batch(request: Request, number: str) -> Response:
         groups = context.broker.get_batch(wanted, run_id=run_id, epoch=epoch, rank=rank, world_size=world_size)
         if groups is not None:
             return await _batch_response(request, context, wanted, groups, form)
-        with context.broker.state.activity.batch_wait.request():
+        with context.broker.state.activity.batch_wait.request(context.broker.state.clock):
             waited = await wait.on(context.groups_notifier, at_most=_until_retry(context))
         if not waited:
             return Response(status_code=204, headers={"Retry-After": "0"})
@@ -358,7 +358,7 @@ async def policy(request: Request) -> Response:
         state = context.broker.policy_state(run_id, epoch)
         if not state.held_seconds:
             return json_response(state)
-        with context.broker.state.activity.publish_wait.request():
+        with context.broker.state.activity.publish_wait.request(context.broker.state.clock):
             waited = await wait.on(context.pacing_notifier, at_most=state.held_seconds)
         if not waited:
             return json_response(state)

@@ -25,7 +25,7 @@ from atropos_api.http.problems import (
     as_coroutine,
 )
 from atropos_api.http.streaming import TRANSPORT_KEY, find_transport
-from atropos_api.routes import docs, metrics, ops, page, servers, v0, v1, watch
+from atropos_api.routes import docs, fleets, metrics, ops, page, servers, v0, v1, watch
 from atropos_api.routes.docs import make_document
 from atropos_api.routes.schema import operations_of
 from atropos_api.server.fast_path import DirectCalls, HotRoutes, make_direct_calls
@@ -86,7 +86,7 @@ def create_app(
         app.add_exception_handler(kind, as_coroutine(answer))
     # Routes are tried in order, so those called most come first.
     for router in (
-        *(v1.router, servers.router, v0.router, watch.router, page.router),
+        *(v1.router, servers.router, fleets.router, v0.router, watch.router, page.router),
         *(ops.router, metrics.router, docs.router),
     ):
         app.include_router(router)
@@ -102,6 +102,7 @@ def make_context(config: BrokerConfig, broker: Broker) -> AppContext:
     # Requests that wait for a run's batches must notice that it ended or was taken over.
     broker.state.on_pacing.append(context.groups_notifier.notify)
     broker.state.servers.on_change.append(lambda _: context.note_server_change())
+    broker.state.fleets.on_change.append(lambda _: context.fleets_notifier.notify())
     broker.state.events.on_event.append(context.events_notifier.notify)
     broker.state.on_groups.append(context.events_notifier.notify)
     return context

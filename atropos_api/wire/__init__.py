@@ -1,10 +1,11 @@
 """The broker's contract as types and its two encodings, JSON and binary columns.
 
-In reading order: `groups`, `messages`, `servers` and `reports` (the types), `group_json`, `group_json_small` and
-`json_arrays` (JSON, checked without decoding numbers), `columns`, `columns_check` and `columns_groups` (columns). It
-may import `errors` and `common`.
+In reading order: `groups`, `messages`, `servers`, `fleets` and `reports` (the types), `group_json`, `group_json_small`
+and `json_arrays` (JSON, checked without decoding numbers), `columns`, `columns_check` and `columns_groups` (columns).
+It may import `errors` and `common`.
 """
 
+from atropos_api.wire.fleets import Fleet, FleetLease, FleetReport, FleetSet, ScaleRequest
 from atropos_api.wire.groups import WIRE_KEYS, Batch, Group, Span
 from atropos_api.wire.messages import (
     CommitRequest,
@@ -35,6 +36,10 @@ __all__ = [
     "EnvironmentInfo",
     "EnvironmentRequest",
     "FinishRequest",
+    "Fleet",
+    "FleetLease",
+    "FleetReport",
+    "FleetSet",
     "Group",
     "Hold",
     "HoldRequest",
@@ -47,6 +52,7 @@ __all__ = [
     "Problem",
     "RunInfo",
     "RunRequest",
+    "ScaleRequest",
     "ServerLease",
     "ServerReport",
     "ServerSet",

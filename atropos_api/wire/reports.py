@@ -96,6 +96,17 @@ class TokenReport(msgspec.Struct, kw_only=True):
     """The text of each token id that occurs in these groups."""
 
 
+class WaitingMember(msgspec.Struct, kw_only=True):
+    """A rollout of a group that is not finished, in environments that collect the members one by one."""
+
+    member: Count
+    """Its index in the group."""
+    last_event: ShortText = ""
+    """The last thing that it did."""
+    seconds: Seconds = 0.0
+    """Time since then, or since it began."""
+
+
 class OpenRollout(msgspec.Struct, kw_only=True):
     """A group that an environment is collecting."""
 
@@ -110,6 +121,8 @@ class OpenRollout(msgspec.Struct, kw_only=True):
     last_event: ShortText = ""
     """The last thing that a member of it did."""
     last_event_seconds: Seconds = 0.0
+    waiting: Annotated[list[WaitingMember], msgspec.Meta(max_length=8)] = []
+    """Members that are not finished, the one that has done nothing for longest first."""
 
 
 class ServerUse(msgspec.Struct, kw_only=True):

@@ -2,8 +2,9 @@
 
 One broker takes groups and hands out batches as fast as one caller can. In turn it is left alone, gets the reports that
 a trainer and eight environments send for the page, each once a second, and is watched besides by one reader of its
-event stream, as all tabs of a browser are together, and by twenty. Printed is the broker's CPU time for each group, and
-how many groups a second went through it, as ratios to the broker left alone in the same round.
+event stream, as all tabs of a browser are together, and by twenty. Each round has all four, beginning with another one
+each time. Printed is the broker's CPU time for each group, and how many groups a second went through it, as ratios to
+another way in the same round: the median over the rounds, and their quartiles.
 """
 
 from __future__ import annotations
@@ -146,27 +147,33 @@ def run(rounds: int, seconds: float) -> None:
         run.pass_through(seconds, reports=True)
         cpu: list[list[float]] = [[] for _ in WAYS]
         rate: list[list[float]] = [[] for _ in WAYS]
-        for _ in range(rounds):
-            for way, (_, reports, streams) in enumerate(WAYS):
+        for number in range(rounds):
+            for turn in range(len(WAYS)):
+                way = (number + turn) % len(WAYS)
+                _, reports, streams = WAYS[way]
                 with readers(server.port, streams):
                     cpu_ms, per_second = run.pass_through(seconds, reports=reports)
                 cpu[way].append(cpu_ms)
                 rate[way].append(per_second)
         resident_mib = server.resident_bytes() / 2**20
-    for way, (name, _, _) in enumerate(WAYS):
-        print(f"{name:16}  CPU x{ratio(cpu[way], cpu[0]):.2f}  groups a second x{ratio(rate[way], rate[0]):.2f}")
+    for base, ways in ((0, (1, 2, 3)), (1, (2, 3))):
+        print(f"against {WAYS[base][0]}:")
+        for way in ways:
+            told = f"CPU {ratio(cpu[way], cpu[base])}  groups a second {ratio(rate[way], rate[base])}"
+            print(f"  {WAYS[way][0]:14}  {told}")
     print(f"left alone, a group takes {statistics.median(cpu[0]):.2f} ms; resident at the end {resident_mib:.0f} MiB")
 
 
-def ratio(values: list[float], base: list[float]) -> float:
-    """Return the median of the rounds' ratios."""
-    return statistics.median(mine / theirs for mine, theirs in zip(values, base, strict=True))
+def ratio(values: list[float], base: list[float]) -> str:
+    """Return the median of the rounds' ratios, with their quartiles."""
+    low, middle, high = statistics.quantiles([mine / theirs for mine, theirs in zip(values, base, strict=True)], n=4)
+    return f"x{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=3.0, help="Length of each part of a round.")
+    parser.add_argument("--rounds", type=int, default=18, help="At least 2.")
+    parser.add_argument("--seconds", type=float, default=2.0, help="Length of each part of a round.")
     options = parser.parse_args()
     run(options.rounds, options.seconds)
 

@@ -102,11 +102,14 @@ def low_variance_hint(
 ) -> str | None:
     """Return advice about scores that hardly differ; None when they differ enough.
 
-    With the reward's range, `threshold` is a share of the largest variance that the range allows: the variance of
-    rewards of 0 and 1 never exceeds 0.25, so an absolute threshold of 0.5 would always give the advice.
+    `threshold` is a share of the largest variance that the reward's range allows; without a stated range, scores
+    within 0 and 1 are taken to have that one. Scores of 0 and 1 need only differ at all: their variance says nothing
+    but how many are right.
     """
-    if len(scores) < 2:
+    if len(scores) < 2 or set(scores) == {0.0, 1.0}:
         return None
+    if score_range is None and all(0.0 <= score <= 1.0 for score in scores):
+        score_range = ScoreRange(0.0, 1.0)
     mean = sum(scores) / len(scores)
     variance = float(sum((score - mean) ** 2 for score in scores) / len(scores))
     possible = 1.0 if score_range is None else ((score_range.high - score_range.low) / 2) ** 2

@@ -3,9 +3,9 @@
 In reading order: `base_env` and `environment` (what is subclassed), `config`, `groups` (what is returned), `members`
 (rules for late rollouts),
 `server_manager` (`self.server`) over `session/` (chats as exact tokens) over `inference/` (servers of every kind),
-`tokenizer`, `tools`, `errors`, `reporting`, `progress`, `rollout_metrics`, `group_files`, `teacher`, `runtime/` (serves
-what is described here); `testing`, `testing_servers` and `rehearsal` are for tests. It may import `rewards` and the
-broker's client, wire and common code.
+`tokenizer`, `tools`, `errors`, `reporting`, `evaluation_page`, `progress`, `rollout_metrics`, `group_files`, `teacher`,
+`runtime/` (serves what is described here); `testing`, `testing_servers` and `rehearsal` are for tests. It may import
+`rewards` and the broker's client, wire and common code.
 """
 
 from environments.rewards.gold_check import GoldItem

@@ -74,6 +74,10 @@ class BaseEnvConfig(BaseModel):
         None, description="Name or folder of the model's tokenizer; default: that of the model the server serves."
     )
     use_wandb: bool = Field(True, description="Log to Weights & Biases, if it is installed.")
+    use_trackio: bool = Field(False, description="Log to Trackio; needs trackio.")
+    trackio_name: str | None = Field(
+        None, description="Name of the run in Trackio, which is continued if there is one; default: with the date."
+    )
     rollout_server_url: Address = Field("http://localhost:8000", description="Address of the broker (run-api).")
     total_steps: int = Field(1000, description="Groups that `process` collects.")
     wandb_name: str | None = Field(None, description="Name in the broker and in W&B; default: the environment's own.")
@@ -81,7 +85,9 @@ class BaseEnvConfig(BaseModel):
     num_rollouts_per_group_for_logging: int = Field(1, description="Rollouts a group in that table; -1: all.")
     ensure_scores_are_not_same: bool = Field(True, description="Drop groups whose scores are all equal.")
     data_path_to_save_groups: str | None = Field(None, description="JSON lines file that every group is appended to.")
-    data_dir_to_save_evals: str | None = Field(None, description="Folder for metrics.json and samples.jsonl.")
+    data_dir_to_save_evals: str | None = Field(
+        None, description="Folder for metrics.json, samples.jsonl and samples.html."
+    )
     min_items_sent_before_logging: int = Field(2, ge=1, description="Groups sent before metrics are logged.")
     include_messages: bool = Field(False, description="Send each rollout's messages with its tokens.")
     min_batch_allocation: Annotated[float, Field(ge=0, le=1)] | None = Field(

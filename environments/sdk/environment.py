@@ -32,6 +32,7 @@ from environments.sdk.reporting import (
     DroppedGroups,
     EvaluationResult,
     ResultFolders,
+    TrackioTracker,
     WandbTracker,
     format_metrics,
     rollout_table,
@@ -160,6 +161,7 @@ class Environment(ABC):
         self.last_evaluation: EvaluationResult | None = None
         self._results = ResultFolders()
         self.tracker: WandbTracker | None = None
+        self.trackio: TrackioTracker | None = None
         self.tracing = NO_TRACING
 
     # What an environment overrides.
@@ -295,7 +297,10 @@ class Environment(ABC):
             await self.worker.admit()
 
     async def setup_wandb(self) -> None:
-        """Set up Weights & Biases, if `use_wandb` is set; called once the run is known, before anything is logged."""
+        """Set up Weights & Biases and Trackio, if they are used; called once the run is known, before any log."""
+        if self.config.use_trackio and self.trackio is None:
+            name = self.config.trackio_name or run_name(self.registered_name)
+            self.trackio = TrackioTracker(name=name, config=public_settings(self.config))
         if self.config.use_wandb and self.tracker is None:
             self.tracker = WandbTracker(
                 name=run_name(self.registered_name),
@@ -424,9 +429,16 @@ class Environment(ABC):
         await self.server.aclose()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Log metrics of a trainer step to W&B, if it is used."""
-        if self.tracker is not None:
-            self.tracker.log(metrics, step)
+        """Log metrics of a trainer step to W&B and Trackio, if they are used."""
+        for tracker in (self.tracker, self.trackio):
+            if tracker is not None:
+                tracker.log(metrics, step)
+
+    def finish_tracking(self) -> None:
+        """End the runs in W&B and Trackio, if there are any."""
+        for tracker in (self.tracker, self.trackio):
+            if tracker is not None:
+                tracker.finish()
 
     def _prefixed(self, key: str) -> str:
         return f"{self.wandb_prepend}_{key}" if self.wandb_prepend else key

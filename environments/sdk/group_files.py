@@ -13,7 +13,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from html import escape
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +21,7 @@ import msgspec
 
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.files import RecentLines, free_path, write_whole
+from atropos_api.common.html_pages import as_html, make_page
 from atropos_api.wire.groups import Group
 
 UNLIMITED_STEPS = 1_000_000_000
@@ -181,19 +181,6 @@ class GroupFile:
 
 MOST_GROUPS = 2000
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-details { border: 1px solid #ddd; border-radius: 6px; margin: .5rem 0; padding: .3rem .8rem }
-summary { cursor: pointer }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; padding: .6rem; margin: .2rem 0 .8rem }
-.score { font-variant-numeric: tabular-nums; font-weight: 600; padding: 0 .4rem; border-radius: 4px }
-.positive { background: #d8f0dc } .negative { background: #f8dada } .zero { background: #e8e8e8 }
-.role { color: #666; font-size: .85rem }
-.sampled { border-left: 3px solid #4a7ebb }
-"""
-
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-
 
 def write_page(source: Path, page: Path | None = None) -> Path:
     """Write the web page of a file of groups and return its path: `page`, or a free name next to the source file."""
@@ -204,14 +191,9 @@ def write_page(source: Path, page: Path | None = None) -> Path:
 
 def render(groups: Iterable[Mapping[str, Any]], *, title: str, refresh_seconds: int | None = None) -> str:
     """Return the whole page as HTML; with `refresh_seconds` the browser reloads it at that interval."""
-    again = f'<meta http-equiv="refresh" content="{refresh_seconds}">' if refresh_seconds else ""
-    body = "".join(render_group(number, group) for number, group in enumerate(groups, 1))
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{again}'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>"
-        f"<body><h1>{escape(title)}</h1>{body or '<p>No groups yet.</p>'}</body></html>\n"
-    )
+    shown = "".join(render_group(number, group) for number, group in enumerate(groups, 1))
+    body = f'<section class="card">{shown}</section>' if shown else '<p class="note">No groups yet.</p>'
+    return make_page(title, body, refresh_seconds=refresh_seconds)
 
 
 def render_group(number: int, group: Mapping[str, Any]) -> str:
@@ -221,8 +203,8 @@ def render_group(number: int, group: Mapping[str, Any]) -> str:
     shared = _shared_beginning([chat for chat in chats if isinstance(chat, list)])
     rest = [chat[len(shared) :] if isinstance(chat, list) else chat for chat in chats]
     rollouts = "".join(_rollout(i, score, chat) for i, (score, chat) in enumerate(zip(scores, rest, strict=False), 1))
-    badges = " ".join(_badge(score) for score in scores)
-    prompt = "".join(_turn(turn) for turn in shared)
+    badges = " ".join(render_badge(score) for score in scores)
+    prompt = render_turns(shared)
     return f"<details><summary>Group {number}, mean {mean:.3g}: {badges}</summary>{prompt}{rollouts}</details>"
 
 
@@ -242,21 +224,26 @@ def _is_sampled(turn: Any) -> bool:
 
 
 def _rollout(number: int, score: float, chat: Any) -> str:
-    return f"<details><summary>Rollout {number} {_badge(score)}</summary>{_chat(chat)}</details>"
+    return f"<details><summary>Rollout {number} {render_badge(score)}</summary>{_chat(chat)}</details>"
 
 
 def _chat(chat: Any) -> str:
     if chat is None:
         return '<p class="role">no messages were saved; set --env.include_messages true</p>'
-    turns: Sequence[Any] = chat if isinstance(chat, list) else [chat]
-    return "".join(_turn(turn) for turn in turns)
+    return render_turns(chat if isinstance(chat, list) else [chat])
+
+
+def render_turns(chat: Sequence[Any]) -> str:
+    """Return the turns of a chat as HTML."""
+    return "".join(_turn(turn) for turn in chat)
 
 
 def _turn(turn: Any) -> str:
     if not isinstance(turn, Mapping):
-        return f"<pre>{escape(_text(turn))}</pre>"
-    role, kind = escape(str(turn.get("role", "")).capitalize()), ' class="sampled"' if _is_sampled(turn) else ""
-    return f'<div class="role">{role}</div><pre{kind}>{escape(_content(turn))}</pre>'
+        return f'<pre class="turn">{as_html(_text(turn))}</pre>'
+    kind = "turn sampled" if _is_sampled(turn) else "turn"
+    role = as_html(str(turn.get("role", "")).capitalize())
+    return f'<div class="role">{role}</div><pre class="{kind}">{as_html(_content(turn))}</pre>'
 
 
 def _content(turn: Mapping[str, Any]) -> str:
@@ -276,6 +263,7 @@ def _text(content: Any) -> str:
     return str(content)
 
 
-def _badge(score: float) -> str:
+def render_badge(score: float) -> str:
+    """Return a score as HTML, coloured by its sign."""
     kind = "positive" if score > 0 else "negative" if score < 0 else "zero"
     return f'<span class="score {kind}">{score:.3g}</span>'

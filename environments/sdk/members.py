@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from environments.sdk.errors import EnvironmentsError, ItemDropped, contained, innermost
-from environments.sdk.progress import note_attempt_done
+from environments.sdk.progress import collecting_member, note_attempt_done
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -122,7 +122,7 @@ class Members:
             tasks.start_soon(self._run, index, scope)
 
     async def _run(self, index: int, scope: anyio.CancelScope) -> None:
-        with scope:
+        with scope, collecting_member(index):
             member = await self._attempts()
             if member is not None:
                 self._done[index] = member

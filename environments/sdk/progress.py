@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 KEPT_DURATIONS: Final = 1000
@@ -23,6 +23,15 @@ FEWEST_DURATIONS: Final = 10
 """Groups that have to be finished before their 95th percentile is reported."""
 
 LONGEST_NAME: Final = 100
+
+
+@dataclass(slots=True, eq=False)
+class MemberProgress:
+    """One rollout of a group, and the last thing that it did."""
+
+    index: int
+    event: str = ""
+    event_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +45,8 @@ class GroupProgress:
     sequences_done: int = 0
     event: str = ""
     event_at: float = 0.0
+    members: dict[int, MemberProgress] = field(default_factory=dict)
+    """Members that are not finished, where they are collected one by one."""
 
     @property
     def done(self) -> int:
@@ -44,13 +55,32 @@ class GroupProgress:
 
 
 _current: ContextVar[GroupProgress | None] = ContextVar("group_progress", default=None)
+_current_member: ContextVar[MemberProgress | None] = ContextVar("member_progress", default=None)
 
 
 def note_event(text: str) -> None:
     """Record what the current group does now, in a few words; it is shown if the group takes long."""
-    progress = _current.get()
-    if progress is not None:
-        progress.event, progress.event_at = text[:LONGEST_NAME], time.monotonic()
+    now = time.monotonic()
+    for progress in (_current.get(), _current_member.get()):
+        if progress is not None:
+            progress.event, progress.event_at = text[:LONGEST_NAME], now
+
+
+@contextmanager
+def collecting_member(index: int) -> Iterator[None]:
+    """Count the block as the collection of one member of the current group."""
+    group = _current.get()
+    if group is None:
+        yield
+        return
+    member = group.members[index] = MemberProgress(index)
+    token = _current_member.set(member)
+    try:
+        yield
+    finally:
+        _current_member.reset(token)
+        if group.members.get(index) is member:  # its next draw may have taken its place
+            del group.members[index]
 
 
 def note_attempt_done() -> None:

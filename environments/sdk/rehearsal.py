@@ -66,7 +66,7 @@ class Rehearsal:
         return list(read_groups(path))
 
     async def evaluate(self) -> Path:
-        """Evaluate once and return the folder with `metrics.json` and `samples.jsonl`."""
+        """Evaluate once and return the folder with `metrics.json`, `samples.jsonl` and `samples.html`."""
         self.env.config.data_dir_to_save_evals = str(self._folder / "evals")
         await evaluate_alone(self.env)
         return self._folder / "evals"

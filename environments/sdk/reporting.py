@@ -1,10 +1,10 @@
-"""Reports of an environment server: Weights & Biases, evaluation results and dropped groups.
+"""Reports of an environment server: Weights & Biases, Trackio, evaluation results and dropped groups.
 
-`WandbTracker` logs to Weights & Biases if it is wanted and installed, and `EvaluationResult` is written to
-`metrics.json` and `samples.jsonl` with the policy versions it belongs to. `DroppedGroups` counts by reason the groups
-that were collected and not sent, logs them with an example and reports them to the broker: otherwise a reward that is
-always the same, a task that is too hard and a limit that is too small all look alike from outside: nothing is ever
-trained, and no message says why.
+`WandbTracker` and `TrackioTracker` log to these if it is wanted and they are installed, and `EvaluationResult` is
+written to `metrics.json`, `samples.jsonl` and a page of the samples, with the policy versions it belongs to.
+`DroppedGroups` counts by reason the groups that were collected and not sent, logs them with an example and reports them
+to the broker: otherwise a reward that is always the same, a task that is too hard and a limit that is too small all
+look alike from outside: nothing is ever trained, and no message says why.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from atropos_api.common import wandb_run
+from atropos_api.common import trackio_run, wandb_run
 from atropos_api.common.concurrency import Condition
 from atropos_api.common.files import free_path, write_whole
 from atropos_api.wire.groups import Group
 from atropos_api.wire.messages import DropReport
+from environments.sdk.evaluation_page import render_evaluation
 from environments.sdk.session.tokens_and_masks import NOT_TRAINED
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,39 @@ class WandbTracker:
             )
 
 
+class TrackioTracker:
+    """A run in Trackio that starts with the first metrics: if it cannot be started, one warning is logged and nothing
+    else happens.
+    """
+
+    def __init__(self, *, name: str, config: Mapping[str, Any]) -> None:
+        self._name, self._config = name, dict(config)
+        self._run: Any = None
+        self._failed = False
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Log the metrics that are numbers; tables are W&B's."""
+        if self._run is None and not self._failed:
+            self._begin()
+        if self._run is not None:
+            self._run.log({name: value for name, value in metrics.items() if isinstance(value, int | float)}, step=step)
+
+    def finish(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+    def _begin(self) -> None:
+        try:
+            self._run = trackio_run.begin_run(self._name, group=None, config=self._config)
+        except Exception as error:  # noqa: BLE001 - it fails in many ways; no failure may stop the rollouts
+            self._failed = True
+            logger.warning(
+                "not logging to Trackio (%s %s); pip install trackio, or leave out --env.use_trackio",
+                type(error).__name__,
+                error,
+            )
+
+
 def run_name(name: str) -> str:
     """Return a name for one run among many of the same environment: with the date and six random letters."""
     letters = "".join(random.choices(string.ascii_lowercase, k=6))
@@ -83,6 +117,7 @@ def rollout_table(rows: Sequence[Sequence[Any]]) -> Any | None:
 
 METRICS_FILE: Final = "metrics.json"
 SAMPLES_FILE: Final = "samples.jsonl"
+PAGE_FILE: Final = "samples.html"
 EARLIER_FOLDER: Final = "earlier"
 
 
@@ -120,9 +155,12 @@ class EvaluationResult:
         }
 
     def write(self, directory: Path) -> None:
-        """Write both files, each atomically."""
+        """Write the files and the page of the samples, each atomically."""
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(directory / SAMPLES_FILE, "".join(json.dumps(sample) + "\n" for sample in self.samples))
+        when = "" if self.step is None else f" at step {self.step}"
+        page = render_evaluation(f"{self.task_name}{when}", self.all_metrics(), self.samples)
+        write_whole(directory / PAGE_FILE, page)
         write_whole(directory / METRICS_FILE, json.dumps(self.document(), indent=2) + "\n")
 
 

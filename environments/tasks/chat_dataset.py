@@ -51,6 +51,8 @@ class Row(Question):
     """All columns except the prompt's."""
     reply: str = ""
     """The assistant's reply in the data, which a model may learn; "" if there is none."""
+    reply_message: Mapping[str, Any] | None = None
+    """The message of that reply if the data has one, with all that the chat template may use of it."""
 
     def chat(
         self, *, form: PromptForm, has_template: bool, system_prompt: str | None = None
@@ -96,7 +98,7 @@ def make_row(record: Any, where: str, prompt_column: str | None = None) -> Row:
     if column is None:
         raise DataUnusable(
             f"{where}: it has no prompt under {', '.join(names)}; its columns are {', '.join(map(str, record))}. "
-            "Name the prompt's with --env.prompt_column"
+            "Name the prompt's with --env.prompt_column; of atropos-sft with --prompt-column, or --text-column for text"
         )
     columns = {str(name): value for name, value in record.items() if name != column}
     reference = next((read_cell(columns[name]) for name in REFERENCES if columns.get(name) is not None), "")
@@ -105,14 +107,15 @@ def make_row(record: Any, where: str, prompt_column: str | None = None) -> Row:
     if isinstance(prompt, str):
         return Row(prompt, reference, (), columns, reply)
     messages = _read_chat(prompt, f"{where}, column {column}")
+    message = None
     if messages[-1]["role"] == "assistant":
-        reply = str(messages[-1]["content"])
+        message, reply = messages[-1], str(messages[-1]["content"])
         messages = messages[:-1]
     if not messages:
         raise DataUnusable(f"{where}, column {column}: the chat has nothing to answer before the assistant's message")
     if _is_blank(messages[-1]["content"]):
         raise PromptEmpty(f"{where}, column {column}: the message to answer is empty; fill it in, or leave the row out")
-    return Row(str(messages[-1]["content"]), reference or reply, tuple(messages), columns, reply)
+    return Row(str(messages[-1]["content"]), reference or reply, tuple(messages), columns, reply, message)
 
 
 def _is_blank(value: Any) -> bool:
@@ -157,7 +160,8 @@ class ChatDataset:
 
     `tokenizer` is transformers' or `environments.sdk.tokenizer.load_tokenizer`'s. `turns` says which of the assistant's
     turns are in the loss mask: all, or a reply at the end alone, for templates that write earlier turns differently.
-    `max_tokens` cuts `token_ids` and `loss_mask` there, but no prompt.
+    `max_tokens` cuts `token_ids` and `loss_mask` there, but no prompt. A row without a prompt that has a text under
+    `text_column` is that text and an end token: it has no prompt, and the mask has every token but the first.
     """
 
     def __init__(
@@ -172,9 +176,11 @@ class ChatDataset:
         system_prompt: str | None = None,
         turns: Literal["all", "last"] = "all",
         max_tokens: int | None = None,
+        text_column: str | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._prompt_column = prompt_column
+        self._text_column = text_column
         self._prompt_form: PromptForm = prompt_form
         self._system_prompt = system_prompt
         self._turns = turns
@@ -197,12 +203,18 @@ class ChatDataset:
 
     def _sample(self, index: int) -> ChatSample:
         where, record = self._records[index]
+        if (text := self._text_of(record)) is not None:
+            return self._text_sample(text, record)
         row = make_row(record, where, self._prompt_column)
+        _refuse_long_reply(row, where)
         has_template = bool(getattr(self._tokenizer, "chat_template", None))
         chat = row.chat(form=self._prompt_form, has_template=has_template, system_prompt=self._system_prompt)
         if chat and not has_template:
-            raise DataUnusable(f"{where}: it is a chat, and the tokenizer has no chat template; use another tokenizer")
-        prompt, tokens, mask = self._encode_chat(chat, row.reply, where) if chat else self._encode_text(row)
+            raise DataUnusable(
+                f"{where}: it is a chat, and the tokenizer has no chat template; use another tokenizer, or give "
+                "atropos-sft a --chat-template"
+            )
+        prompt, tokens, mask = self._encode_chat(chat, row, where) if chat else self._encode_text(row)
         return ChatSample(
             prompt_token_ids=prompt,
             ground_truth=row.answer,
@@ -210,6 +222,29 @@ class ChatDataset:
             loss_mask=mask[: self._max_tokens],
             messages=chat,
             columns=row.columns,
+        )
+
+    def _text_of(self, record: Any) -> str | None:
+        """Return the text of a row that has no prompt; None for other rows."""
+        column = self._text_column
+        if column is None or not isinstance(record, Mapping) or not isinstance(record.get(column), str):
+            return None
+        prompts = (self._prompt_column,) if self._prompt_column else PROMPTS
+        return None if any(name in record for name in prompts if name != column) else str(record[column])
+
+    def _text_sample(self, text: str, record: Mapping[str, Any]) -> ChatSample:
+        tokens = list(self._tokenizer.encode(text))
+        end = self._tokenizer.eos_token_id
+        if end is not None and tokens[-1:] != [end]:
+            tokens.append(end)
+        tokens = tokens[: self._max_tokens]
+        return ChatSample(
+            prompt_token_ids=[],
+            ground_truth="",
+            token_ids=tokens,
+            loss_mask=[int(at > 0) for at in range(len(tokens))],
+            messages=[],
+            columns={str(name): value for name, value in record.items() if name != self._text_column},
         )
 
     def _encode_text(self, row: Row) -> tuple[list[int], list[int], list[int]]:
@@ -220,12 +255,13 @@ class ChatDataset:
             reply.append(self._tokenizer.eos_token_id)
         return prompt, prompt + reply, [0] * len(prompt) + [1] * len(reply)
 
-    def _encode_chat(self, chat: Chat, reply: str, where: str) -> tuple[list[int], list[int], list[int]]:
+    def _encode_chat(self, chat: Chat, row: Row, where: str) -> tuple[list[int], list[int], list[int]]:
         """Return the ids of the prompt, and ids and mask of the whole chat.
 
         Each turn is tokenized on its own, as it is when the model samples it, so that no token spans two turns.
         """
-        whole = [*chat, {"role": "assistant", "content": reply}] if reply else list(chat)
+        reply = row.reply_message or ({"role": "assistant", "content": row.reply} if row.reply else None)
+        whole = [*chat, reply] if reply else list(chat)
         answers = [at for at, message in enumerate(whole) if at and message["role"] == "assistant"]
         if self._turns == "last":
             answers = [len(chat)] if reply else []
@@ -271,6 +307,16 @@ class ChatDataset:
     def _encode(self, text: str) -> list[int]:
         """Return the ids of a part of a rendered chat, in which the template has put all special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+
+def _refuse_long_reply(row: Row, where: str) -> None:
+    """Raise `DataUnusable` for a completion of several messages, of which `make_row` would take the last alone."""
+    for name in REPLIES:
+        messages = row.columns.get(name)
+        if isinstance(messages, list) and len(messages) > 1:
+            raise DataUnusable(
+                f"{where}: its {name} has {len(messages)} messages, and a reply is one; put the chat under messages"
+            )
 
 
 Records = Sequence[tuple[str, Any]]

@@ -195,7 +195,8 @@ def _load_hub(name: str) -> Mapping[str, Any]:
     except Exception as error:  # it raises whatever its builders, its cache and its HTTP library raise
         raise DataUnusable(
             f"data set {name!r} cannot be loaded ({type(error).__name__}: {_first_line(error)}); without a network "
-            "name a local .jsonl, .json or .parquet file or a folder of them: --env.data_path and --env.val_data_path"
+            "name a local .jsonl, .json or .parquet file or a folder of them: --env.data_path and --env.val_data_path, "
+            "or of atropos-sft --dataset"
         ) from error
     if wanted and wanted not in splits:
         raise DataUnusable(f"data set {name!r} has no split {wanted!r}; it has {', '.join(splits)}")

@@ -19,6 +19,7 @@ from atropos_api.common.option_flags import cell, list_options, option_table
 from atropos_api.common.prometheus import table
 from example_trainer.cli import TrainerCommand
 from example_trainer.commands.memory import memory_page
+from example_trainer.commands.servers import DrainOptions, ScaleOptions
 from example_trainer.config import TrainingConfig
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig
 from example_trainer.monitoring import prometheus
@@ -26,6 +27,7 @@ from example_trainer.monitoring.health import limit_table, sign_table
 from example_trainer.options.presets import ENVIRONMENT_OPTIONS, PRESETS, Preset
 from example_trainer.serving import metrics as serving_metrics
 from example_trainer.serving.config import ServerConfig
+from example_trainer.sft.cli import SftCommand
 
 CLI_INTRODUCTION = """\
 # Command lines
@@ -46,6 +48,13 @@ programs under their section's name (`--api.port 8002`, `--vllm.max_num_seqs 64`
 `--openai.server_type vllm`), and the options below. `--config` takes a file, or the name of a run file that comes with
 the package: `demo`, `gsm8k`, `math_zero_shared` or `math_zero_lora`. In a checkout `configs/` is their folder,
 `example_trainer/configs/`.
+"""
+
+SERVER_VERBS = """\
+## `atropos scale` and `atropos drain`: inference servers of a run that goes on
+
+[Servers that come and go](../howto/servers-that-come-and-go.md#change-their-number-while-a-run-goes-on) tells
+what they do. Exit code 2 with one line: nobody would follow, or the server has not left in time.
 """
 
 EXIT_CODES = """\
@@ -151,9 +160,17 @@ def cli_page() -> str:
         "## `atropos-grpo-run`: broker, vLLM, environment and trainer at once\n",
         LAUNCHER_INTRODUCTION,
         option_table(launcher),
+        "## `atropos-sft`: supervised fine-tuning\n",
+        "[SFT, then GRPO](../howto/sft.md) is the guide. Its exit codes are 0, 2 and 128 + n below.\n",
+        option_table(list_options(SftCommand)),
         "## `python -m example_trainer.vllm_api_server`: the inference server\n",
         "Every other option of vLLM is accepted too.\n",
         option_table(list_options(ServerConfig)),
+        SERVER_VERBS,
+        "### `atropos scale vllm=N`\n",
+        option_table(list_options(ScaleOptions)),
+        "### `atropos drain SERVER`\n",
+        option_table(list_options(DrainOptions)),
         EXIT_CODES,
     ]
     return "\n".join(blocks)

@@ -32,7 +32,15 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             "OUT: write pairs of better and worse rollouts as a data set, from --groups FILE or --api-url URL",
             "environments.export:run_dpo",
         ),
+        "drain": Verb(
+            "SERVER: let a registered inference server, by id or address, end its requests and leave; --broker URL",
+            "example_trainer.commands.servers:run_drain",
+        ),
         "env": Verb("VERB: work on environments and their data, see atropos env --help", "environments.commands:run"),
+        "render": Verb(
+            "slurm|kuberay RUN.yaml: print an sbatch script, or manifests for KubeRay, that run a run file on Ray",
+            "example_trainer.commands.render:run",
+        ),
         "replay": Verb(
             "FILE: train one saved batch again, from the checkpoint before it", "example_trainer.commands.replay:run"
         ),
@@ -42,6 +50,10 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             "--cost-per-hour PRICE adds the cost",
             "example_trainer.commands.report:run",
             prints_help=False,
+        ),
+        "scale": Verb(
+            "vllm=N: have the launcher of a run start or drain inference servers until there are N; --broker URL",
+            "example_trainer.commands.servers:run_scale",
         ),
         "sft": Verb(
             "OUT: write the best rollouts as a data set, from --groups FILE or --api-url URL",

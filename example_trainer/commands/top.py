@@ -30,7 +30,7 @@ from atropos_api.common.cliconfig import ConfigError, load_config
 from atropos_api.common.identity import require_address
 from atropos_api.common.option_flags import list_options
 from atropos_api.common.secrets import SECRET, TokenSource
-from example_trainer.launcher.progress import sparkline
+from example_trainer.launcher.views import sparkline
 
 SHOWN_ENVIRONMENTS: Final = 12
 
@@ -63,6 +63,8 @@ def describe(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "uncommitted_batches", str(len(status.get("batches", {}).get("uncommitted", {})))
     environments = status.get("environments", [])
     yield "environments", f"{sum(bool(one['connected']) for one in environments)}/{len(environments)}"
+    for name, servers in describe_fleets(status):
+        yield name, servers
     if dropped := count_drops(status):
         yield "dropped", str(dropped)
     if found := explain_wait(status):
@@ -71,6 +73,15 @@ def describe(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         count = status.get("counters", {}).get(counter, 0)
         if count or name == "received":
             yield name, str(count)
+
+
+def describe_fleets(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the servers of all launchers, those that run of those that are wanted, and what keeps them from it."""
+    fleets = status.get("fleets", [])
+    if fleets:
+        yield "servers", f"{sum(one['running'] for one in fleets)}/{sum(one['wanted'] for one in fleets)}"
+    if notes := [one["note"] for one in fleets if one["note"]]:
+        yield "servers_note", _plain("; ".join(notes))
 
 
 def step_of(status: Mapping[str, Any]) -> int | None:

@@ -14,6 +14,9 @@ from pathlib import Path
 
 from atropos_api.common.files import expand_home
 from example_trainer.errors import ModelNotFound
+from example_trainer.memory.shapes import local_shape
+from example_trainer.options.layer_indices import TRAIN_FLAG, parse_layer_indices
+from example_trainer.options.training_options import TrainingOptions
 from example_trainer.processes.child import ChildSpec
 from example_trainer.processes.tree import python_path
 from example_trainer.weight_protocol.base_record import BASE_DIRECTORY, read_base_record
@@ -70,6 +73,15 @@ def require_model(model_name: str, flag: str = "--model-name") -> str:
     if model_name.startswith(("/", ".", "~")) or model_name.count("/") > 1:
         raise ModelNotFound(f"{flag} {model_name}: no such directory, and not a valid Hugging Face id")
     return model_name
+
+
+def refuse_missing_layers(config: TrainingOptions) -> None:
+    """Raise `BadLayerFilter` for layers that the model does not have, if its config.json is on this machine."""
+    filters = {TRAIN_FLAG: config.train_layer_indices, "--lora-layer-indices": config.lora_layer_indices}
+    if any(filters.values()) and (shape := local_shape(config.model_name)) is not None:
+        for flag, text in filters.items():
+            if text is not None:
+                parse_layer_indices(text, shape.layers, flag=flag)
 
 
 ANSWER_SECONDS = 5.0

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.files import expand_home
+from atropos_api.common.identity import is_this_host
 from atropos_api.common.secrets import TOKEN_VARIABLE, TokenSource
 from example_trainer.launcher.run_file import RunConfig, RunSettings
 from example_trainer.launcher.teacher import TEACHER_SERVER, own_teacher
 from example_trainer.memory.fit import ServerShares, with_changes
 from example_trainer.memory.preflight import is_given, preflight, serves_on, trainer_gpu
 from example_trainer.processes.ports import LOOPBACK, as_port, free_port, free_ports, require_free
+
+EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - for servers on nodes of a cluster; the broker lists the one it is called from
+EVERYWHERE = frozenset({EVERY_ADDRESS, "::"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,10 +41,16 @@ class Endpoints:
     """Addresses of inference servers that this launch does not start."""
     teacher_port: int | None = None
     """Port of the teacher's server; None if this launch does not start it."""
+    broker_host: str = LOOPBACK
+    """This machine's address at which the broker listens."""
+    server_host: str = LOOPBACK
+    """The address at which each inference server listens; every one of its node for a server that is placed."""
 
     @property
     def vllm_urls(self) -> tuple[str, ...]:
-        return self.remote_urls or tuple(f"http://{LOOPBACK}:{port}" for port in self.vllm_ports)
+        """The addresses of the servers that are known before they start."""
+        host = LOOPBACK if self.server_host in EVERYWHERE else self.server_host
+        return self.remote_urls or tuple(f"http://{host}:{port}" for port in self.vllm_ports if port)
 
 
 def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> Endpoints:
@@ -47,8 +59,9 @@ def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> En
     """
     config = settings.trainer
     given = config.model_fields_set
-    broker_port = None if "atropos_url" in given else _broker_port(settings, held)
-    broker_url = config.atropos_url if broker_port is None else f"http://{LOOPBACK}:{broker_port}"
+    host = _own_address(settings.placement.head) if settings.placement.is_ray else LOOPBACK
+    broker_port = None if "atropos_url" in given else _broker_port(settings, held, host)
+    broker_url = config.atropos_url if broker_port is None else f"http://{host}:{broker_port}"
     remote = config.remote_servers
     ports = () if remote else _vllm_ports(settings, held)
     return Endpoints(
@@ -57,7 +70,21 @@ def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> En
         vllm_ports=ports,
         remote_urls=remote,
         teacher_port=_teacher_port(settings, held),
+        broker_host=host,
+        server_host=_server_host(settings),
     )
+
+
+def _own_address(head: tuple[str, int]) -> str:
+    """Return the address by which this machine reaches the cluster's head, and is reached from there."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(head)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"--placement-address {head[0]}:{head[1]}: {error.strerror}; name the head as HOST:PORT"
+        ) from error
 
 
 def fit_to_gpu(settings: RunSettings) -> tuple[RunSettings, str | None]:
@@ -93,7 +120,7 @@ def _server_shares(settings: RunSettings, *, divides: bool) -> ServerShares:
 
 def servers_on_one_gpu(config: RunConfig) -> int:
     """Return the number of the policy's servers that divide the memory of one GPU."""
-    divide = config.vllm_gpu is None and not config.remote_servers
+    divide = config.vllm_gpu is None and not config.remote_servers and config.placement == "local"
     return max(1, config.local_servers) if divide else 1
 
 
@@ -106,17 +133,30 @@ def _memory_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _broker_port(settings: RunSettings, held: ExitStack | None) -> int:
+def _server_host(settings: RunSettings) -> str:
+    """Return the address at which servers of this launch listen: loopback unless another of this host is asked for.
+
+    A server that is placed listens everywhere: the broker lists the address that its node is reached at.
+    """
+    if settings.placement.is_ray:
+        return EVERY_ADDRESS
+    asked = str(settings.section("vllm").get("host") or settings.trainer.vllm_host)
+    return asked if is_this_host(asked) else LOOPBACK
+
+
+def _broker_port(settings: RunSettings, held: ExitStack | None, host: str) -> int:
     asked = settings.section("api").get("port")
     if asked is None:
-        return free_port(held=held)
-    return require_free(as_port(asked, "--api.port"), flag="--api.port", held=held)
+        return free_port(host, held=held)
+    return require_free(as_port(asked, "--api.port"), flag="--api.port", host=host, held=held)
 
 
 def _vllm_ports(settings: RunSettings, held: ExitStack | None) -> tuple[int, ...]:
     """Return a port for each inference server on this host: counted up from the one asked for, or any free ones."""
     config = settings.trainer
     count = config.local_servers
+    if settings.placement.is_ray:
+        return (0,) * count  # each takes a free port of its node, and registers
     asked, flag = settings.section("vllm").get("port"), "--vllm.port"
     # Somebody else's environments were told the documented port.
     if asked is None and ("vllm_port" in config.model_fields_set or not settings.environments):
@@ -148,7 +188,9 @@ def broker_token(settings: RunSettings) -> TokenSource:
     ):
         file = api.get("token_file")
         return TokenSource.settle(api.get("token"), Path(str(file)) if file else None, {}, flag="--api.token-file")
-    return TokenSource.settle(config.atropos_token, config.atropos_token_file, os.environ, flag="--atropos-token-file")
+    token = TokenSource.settle(config.atropos_token, config.atropos_token_file, os.environ, flag="--atropos-token-file")
+    reached = settings.placement.is_ray and "atropos_url" not in config.model_fields_set
+    return TokenSource(settings.placement.own_token) if reached and not (token.value or token.file) else token
 
 
 def token_variables(token: TokenSource) -> dict[str, str]:

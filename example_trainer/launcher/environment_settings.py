@@ -17,6 +17,8 @@ from example_trainer.options.presets import PRESETS, Preset
 from example_trainer.processes.tree import PACKAGE_ROOT
 
 SOURCES = ("data_path", "val_data_path", "dataset_name")
+OF_ONE_ENVIRONMENT = ("metrics_port", "session_port", "data_path_to_save_groups", "data_dir_to_save_evals")
+"""Ports and files that two environments cannot have in common."""
 
 
 class EnvironmentNotFound(TrainerError):
@@ -60,6 +62,7 @@ def read_environments(
         has_teacher = sections.get(TEACHER) or flags[TEACHER]
         only = {"env": sections.get("env") or {}, "openai": sections.get("openai") or {}}
         listed = [only | ({TEACHER: {}} if has_teacher else {})] if wanted else []
+    _refuse_shared(flags["env"], len(listed))
     entries: list[EnvironmentSettings] = []
     remarks: list[str] = [] if listed or chosen is None else _unused(chosen, preset)
     for number, entry in enumerate(listed, 1):
@@ -80,6 +83,16 @@ def read_environments(
             )
         )
     return tuple(entries), tuple(remarks)
+
+
+def _refuse_shared(flags: Mapping[str, Any], count: int) -> None:
+    """Raise `ConfigError` for a flag that gives several environments one port or one file."""
+    for key in OF_ONE_ENVIRONMENT if count > 1 else ():
+        if key in flags and str(flags[key]) not in {"0", "None"}:
+            raise ConfigError(
+                f"--env.{key} {flags[key]}: the run file has {count} environments, and each needs its own; set it in "
+                "the env of each entry of environments:"
+            )
 
 
 def _server_of(
@@ -172,3 +185,14 @@ def require_fillable(environments: Sequence[EnvironmentSettings], flags: Mapping
             "begin; take a group size that divides --batch-size x --gradient-accumulation-steps (or "
             "--rollout-batch-size), or another batch"
         )
+
+
+def with_secrets(servers: Any, secret: Mapping[str, Any]) -> Any:
+    """Merge the secret flags into an environment's inference server; raise `ConfigError` if there are several."""
+    if not secret:
+        return servers
+    if isinstance(servers, list):
+        raise ConfigError(
+            f"--openai.{next(iter(secret))}: openai is a list of {len(servers)} servers in the file; set it there"
+        )
+    return merge(servers, secret)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -14,21 +15,28 @@ from types import FrameType
 
 import psutil
 
+from atropos_api.client import BrokerClient
 from atropos_api.common import metric_names
-from atropos_api.common.secrets import TokenSource, public_settings
+from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.secrets import public_settings
 from example_trainer.errors import TrainerError
 from example_trainer.launcher.base_model import (
     BASE_MODEL,
     LocalBase,
     discard_other_base,
     local_base,
+    refuse_missing_layers,
     require_model,
     require_on_hub,
 )
 from example_trainer.launcher.data_use import write_data_use
 from example_trainer.launcher.endpoints import Endpoints, broker_token, settle_endpoints
 from example_trainer.launcher.environment_settings import require_fillable
-from example_trainer.launcher.lasting_view import LastingView
+from example_trainer.launcher.fleet import Fleet
+from example_trainer.launcher.fleet_plan import FleetRecord, limits_of
+from example_trainer.launcher.placement.choice import open_placement, passed_variables, roles_of
+from example_trainer.launcher.placement.roles import Placement
+from example_trainer.launcher.placement.seated_supervisor import SeatedSupervisor
 from example_trainer.launcher.plan import (
     BROKER,
     FINAL_SERVER,
@@ -39,7 +47,16 @@ from example_trainer.launcher.plan import (
     Programs,
     make_plan,
 )
-from example_trainer.launcher.progress import Endpoint, Feed, Snapshot, View, make_view
+from example_trainer.launcher.progress import (
+    Feed,
+    Snapshot,
+    make_feed,
+    milestones_of,
+    never_ready,
+    note_engine_start,
+    phase_of,
+    reached,
+)
 from example_trainer.launcher.restarts import RestartBudget, Restarts
 from example_trainer.launcher.run_dir import RunDir, plan_run_dir, reporting_flag, write_json, write_yaml
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig, RunSettings
@@ -47,18 +64,16 @@ from example_trainer.launcher.run_lock import locked
 from example_trainer.launcher.run_report import report_line
 from example_trainer.launcher.summary import Summary, summarise, write_rollout_pages
 from example_trainer.launcher.supervisor import Supervisor
-from example_trainer.launcher.teacher import MODEL_FLAG, TEACHER, own_teacher
+from example_trainer.launcher.teacher import MODEL_FLAG, TEACHER, TEACHER_SERVER, own_teacher
 from example_trainer.launcher.totals import processor_use
+from example_trainer.launcher.views import LastingView, View, make_view
 from example_trainer.monitoring.trackers import EVENTS_FILE, MetricsTail
+from example_trainer.options.vllm_settings import refuse_unknown
 from example_trainer.processes.child import ChildFailed, ChildSpec
-from example_trainer.processes.ports import LOOPBACK
-from example_trainer.processes.tree import adopt_orphans, is_alive, python_path
+from example_trainer.processes.tree import adopt_orphans, python_path
 
 TICK_SECONDS = 0.1
 CACHE_LOOKUP_SECONDS = 2.0
-
-# Environments contact the broker at least every ten seconds.
-SILENCE_SECONDS = 60.0
 
 # After the environments have ended, the trainer may still write its last checkpoint; beyond this it waits in vain.
 TRAINER_LAG_SECONDS = 120.0
@@ -143,28 +158,49 @@ class Launch:
         if self.settings.trainer.ref_model is not None:
             _require(self.settings.trainer.ref_model, "--ref-model")
         run = self.run.reserve()
-        with locked(run.root), StopRequest.listening() as stop:
+        with locked(run.root):
             self.run = run.create()
             adopt_orphans()
-            return self._run(endpoints, model, teacher, stop)
+            with (
+                contextlib.closing(open_placement(self.settings, self.run)) as placement,
+                StopRequest.listening() as stop,  # after the placement, for Ray has handlers of its own
+            ):
+                return self._run(endpoints, model, teacher, placement, stop)
 
-    def _run(self, endpoints: Endpoints, model: str, teacher: str | None, stop: StopRequest) -> Summary:
-        with Supervisor(self.run.logs) as supervisor:
+    def _run(
+        self, endpoints: Endpoints, model: str, teacher: str | None, placement: Placement, stop: StopRequest
+    ) -> Summary:
+        variables = passed_variables(self.settings.placement, os.environ)
+        with SeatedSupervisor(self.run.logs, placement, variables=variables) as supervisor:
             view = LastingView(make_view(self.settings.trainer.view))
             snapshot = self._snapshot()
             try:
+                self._place(supervisor, snapshot, view, stop)
                 make = partial(self._make_if_local, supervisor=supervisor, snapshot=snapshot, view=view, stop=stop)
                 model = make(model, "base model")
                 teacher = None if teacher is None else make(teacher, "teacher's model")
                 plan = make_plan(
                     self.settings, self.run, endpoints, model=model, teacher_model=teacher, programs=self.programs
                 )
-                self._record(plan)
+                self._record(plan, supervisor)
                 if self.settings.trainer.load_in_4bit:
                     discard_other_base(self.run.root, model, self.settings.trainer.dtype)
                 return self._train(plan, supervisor, snapshot, view, stop)
+            except Interrupted:
+                supervisor.close(grace_seconds=self.settings.trainer.stop_grace)
+                raise
             finally:
                 view.close()
+
+    def _place(self, supervisor: SeatedSupervisor, snapshot: Snapshot, view: View, stop: StopRequest) -> None:
+        """Have every role placed before anything starts, so that a run that does not fit leaves nothing behind."""
+
+        def wait() -> None:
+            stop.raise_if_requested()
+            snapshot.phase = "waiting for places"
+            view.update(snapshot, ())
+
+        supervisor.place(roles_of(self.settings), wait)
 
     def _snapshot(self) -> Snapshot:
         config = self.settings.trainer
@@ -203,23 +239,42 @@ class Launch:
                 self.notes.append(
                     f"{entry.server} used settings written for {entry.written_for}; {log} names those that it ignored"
                 )
-        snapshot.milestones |= dict.fromkeys(_milestones(plan))
+        snapshot.milestones |= dict.fromkeys(milestones_of(plan))
         snapshot.page_url = f"{plan.endpoints.broker_url}/"
         snapshot.phase = "starting"
         # Opened before the children start, so that a resumed run shows the new steps only.
         tail = MetricsTail(self.run.metrics, from_end=True)
         events = MetricsTail(self.run.root / EVENTS_FILE, from_end=True)
+        fleet = self._make_fleet(plan, supervisor)
+        plan = fleet.first_plan()
         for spec in plan.children:
-            supervisor.start(spec)
-        feed = _make_feed(plan, snapshot, tail, events, broker_token(self.settings))
-        with contextlib.closing(feed):
-            self._watch(plan, supervisor, feed, view, stop)
+            supervisor.start(_told_servers(spec, fleet))
+        feed = make_feed(plan, snapshot, tail, events, broker_token(self.settings))
+        with contextlib.closing(feed), contextlib.closing(fleet):
+            self._watch(plan, supervisor, fleet, feed, view, stop)
             write_data_use(self.run.root, feed.read_status())
         snapshot.phase = "stopping"
         view.update(snapshot, ())
-        return self._conclude(plan.servers, supervisor, snapshot, stop)
+        return self._conclude(fleet.names, supervisor, snapshot, stop)
 
-    def _watch(self, plan: Plan, supervisor: Supervisor, feed: Feed, view: View, stop: StopRequest) -> None:
+    def _make_fleet(self, plan: Plan, supervisor: Supervisor) -> Fleet:
+        config = self.settings.trainer
+        limits = limits_of(config, os.environ)
+        # The launcher's loop waits for each answer, and asks again a second later.
+        token = broker_token(self.settings)
+        return Fleet(
+            plan,
+            limits,
+            FleetRecord.read(self.run, limits, resumes=config.resume is not None),
+            settings=self.settings,
+            run=self.run,
+            supervisor=supervisor,
+            broker=BrokerClient(plan.endpoints.broker_url, token=token, timeout_seconds=0.5, retry_seconds=0.0),
+        )
+
+    def _watch(
+        self, plan: Plan, supervisor: Supervisor, fleet: Fleet, feed: Feed, view: View, stop: StopRequest
+    ) -> None:
         """Watch the programs until the trainer and then, within `wait_timeout`, the environments have ended."""
         snapshot, config = feed.snapshot, self.settings.trainer
         waiting = {TRAINER, *plan.environments}
@@ -229,19 +284,23 @@ class Launch:
         while waiting:
             stop.raise_if_requested()
             rows = feed.poll()  # before failures are judged: what a program has written shows that it was ready
-            for failure in restarts.note_failures(_never_ready(plan, snapshot)):
+            for failure in restarts.note_failures(never_ready(plan, snapshot), apart=fleet.unsettled):
                 self.notes.append(failure)
                 snapshot.phase = failure
                 view.update(snapshot, ())
+            for line in fleet.poll(restarts, ready=snapshot.milestones.get(VLLM) is not None):
+                snapshot.phase = line
+                view.update(snapshot, ())
             for spec, restarted in restarts.due():
-                supervisor.start(resuming(spec, config, self.run.root, self.started_at), restarted=restarted)
+                again = resuming(spec, config, self.run.root, self.started_at)
+                supervisor.start(_told_servers(again, fleet), restarted=restarted)
             still = {name for name in waiting if name in restarts or supervisor[name].exit_code is None}
             if plan.final_server is not None and TRAINER in waiting - still and still:
                 supervisor.start(_with_version(plan.final_server, snapshot))
             waiting = still
-            snapshot.phase = _phase(snapshot, waiting)
+            snapshot.phase = phase_of(snapshot, waiting)
             view.update(snapshot, [*rows, *feed.poll()])
-            _note_engine_start(snapshot, supervisor)
+            note_engine_start(snapshot, supervisor)
             if trainer_alone.seconds(waiting == {TRAINER} and bool(plan.environments)) > TRAINER_LAG_SECONDS:
                 raise ChildFailed("the environments have ended, but the trainer still waits for batches", exit_code=1)
             if environments_alone.seconds(TRAINER not in waiting) > self.settings.trainer.wait_timeout:
@@ -263,7 +322,7 @@ class Launch:
             supervisor.wait_for_end(drawing, stop.raise_if_requested)
         except ChildFailed as error:
             self.notes.append(f"reward.png could not be drawn: {error}")
-        timeline = {"start": self.started_at, "end": time.time(), **_reached(snapshot), **snapshot.marks}
+        timeline = {"start": self.started_at, "end": time.time(), **reached(snapshot), **snapshot.marks}
         timeline |= processor_use()
         write_json(self.run.timeline, timeline)
         summary = summarise(self.run.root, timeline=timeline, cost_per_hour=self.settings.trainer.cost_per_hour)
@@ -271,16 +330,24 @@ class Launch:
         self.pages = [*write_rollout_pages(self.run.root), report_line(self.run.root)]
         return summary
 
-    def _record(self, plan: Plan) -> None:
+    def _record(self, plan: Plan, supervisor: SeatedSupervisor) -> None:
         with reporting_flag(self.run.configs, "--run-dir"):
             for path, content in plan.files.items():
                 write_yaml(path, content)
-        self.run.write_record(resolved(self.settings, plan))
+        places = {"placement": supervisor.describe_places()} if self.settings.placement.is_ray else {}
+        self.run.write_record({**resolved(self.settings, plan), **places})
 
 
 def plan_launch(settings: RunSettings) -> Launch:
     """Return a launch for `settings`; nothing is written yet."""
     config = settings.trainer
+    refuse_unknown(section := settings.section(VLLM), where="vllm:")
+    refuse_unknown(config.vllm_settings.keys() - section.keys(), where="--vllm-settings")
+    if (own := own_teacher(settings)) is not None:
+        refuse_unknown({**own.vllm, **settings.flags[TEACHER_SERVER].values}, where=f"{TEACHER_SERVER}:")
+    refuse_missing_layers(config)
+    if config.resume not in {None, "auto"} and not Path(config.resume).exists():
+        raise ConfigError(f"--resume {config.resume}: no such directory; name a checkpoint-N directory, or auto")
     if "atropos_url" not in config.model_fields_set:  # else other environments may fill a batch
         require_fillable(settings.environments, settings.flags["env"].values, config.sequences_per_batch)
     run = plan_run_dir(config.run_dir, name=config.name, log_dir=config.log_dir, resume=config.resume is not None)
@@ -331,42 +398,6 @@ def resolved(settings: RunSettings, plan: Plan) -> dict[str, object]:
     }
 
 
-def _milestones(plan: Plan) -> list[str]:
-    servers = [(VLLM, plan.child(VLLM)), (TEACHER, plan.child(TEACHER))]
-    wanted = [(BROKER, True), *servers, (TRAINER, True), ("environment", plan.environments)]
-    return [name for name, present in wanted if present]
-
-
-def _make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, events: MetricsTail, token: TokenSource) -> Feed:
-    servers = {VLLM: [Endpoint(url) for url in plan.endpoints.vllm_urls]} if plan.servers else {}
-    if plan.endpoints.teacher_port is not None:
-        servers[TEACHER] = [Endpoint(f"http://{LOOPBACK}:{plan.endpoints.teacher_port}")]
-    return Feed(
-        snapshot,
-        metrics=tail,
-        events=events,
-        broker=Endpoint(plan.endpoints.broker_url, token=token),
-        servers=servers,
-    )
-
-
-def _phase(snapshot: Snapshot, waiting: set[str]) -> str:
-    if TRAINER not in waiting:
-        return "final evaluation" if waiting else "ending"
-    if silent := silent_environments(snapshot):
-        return f"silent for over {SILENCE_SECONDS:.0f} s: {', '.join(silent)}"
-    if snapshot.rows:
-        return "training" if snapshot.step < snapshot.total_steps else "last checkpoint"
-    missing = [name for name, reached_at in snapshot.milestones.items() if reached_at is None]
-    return f"waiting for {', '.join(missing)}" if missing else "first evaluation and first batch"
-
-
-def silent_environments(snapshot: Snapshot) -> list[str]:
-    """Return the registered environments that have not called the broker for long: they run, but may be stuck."""
-    known = [entry for entry in snapshot.status.get("environments", ()) if isinstance(entry, dict)]
-    return [str(entry.get("name")) for entry in known if (entry.get("quiet_seconds") or 0.0) > SILENCE_SECONDS]
-
-
 def resuming(spec: ChildSpec, config: RunConfig, run_dir: Path, launched_at: float) -> ChildSpec:
     """Return a program as it is started again: the trainer continues from the run's newest checkpoint."""
     if spec.name != TRAINER:
@@ -381,19 +412,9 @@ def resuming(spec: ChildSpec, config: RunConfig, run_dir: Path, launched_at: flo
     return spec
 
 
-def _never_ready(plan: Plan, snapshot: Snapshot) -> set[str]:
-    """Return the programs whose milestone has not been reached yet."""
-    groups = {VLLM: plan.servers, "environment": plan.environments}
-    missing = [name for name, reached_at in snapshot.milestones.items() if reached_at is None]
-    return {name for milestone in missing for name in groups.get(milestone, (milestone,))}
-
-
-def _note_engine_start(snapshot: Snapshot, supervisor: Supervisor) -> None:
-    """Record when the server's imports ended: it starts its engine's process then; the time after is the engine's."""
-    if snapshot.milestones.get("vllm") and "imports" not in snapshot.marks and VLLM in supervisor:
-        start_times = [process.create_time() for process in supervisor[VLLM].descendants if is_alive(process)]
-        if start_times:
-            snapshot.marks["imports"] = min(start_times)
+def _told_servers(spec: ChildSpec, fleet: Fleet) -> ChildSpec:
+    """Return a program as it is started now: the trainer is told how many servers to await."""
+    return replace(spec, command=fleet.for_trainer(spec.command)) if spec.name == TRAINER else spec
 
 
 def _with_version(server: ChildSpec, snapshot: Snapshot) -> ChildSpec:
@@ -401,7 +422,3 @@ def _with_version(server: ChildSpec, snapshot: Snapshot) -> ChildSpec:
     version = snapshot.rows[-1].get(metric_names.POLICY_VERSION) if snapshot.rows else None
     version_flag = () if version is None else ("--policy-version", str(int(version)))
     return replace(server, command=(*server.command, *version_flag))
-
-
-def _reached(snapshot: Snapshot) -> dict[str, float]:
-    return {name: at for name, at in snapshot.milestones.items() if at is not None}

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from atropos_api.common import wandb_run
-from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.secrets import redact
 from example_trainer.launcher.endpoints import (
     Endpoints,
@@ -25,9 +24,11 @@ from example_trainer.launcher.endpoints import (
     servers_on_one_gpu,
     token_variables,
 )
-from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, program_of
+from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, program_of, with_secrets
+from example_trainer.launcher.fleet_plan import AddedServer, server_id
 from example_trainer.launcher.run_dir import RunDir, as_plain_data
-from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings, SectionFlags
+from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings
+from example_trainer.launcher.section_flags import SectionFlags
 from example_trainer.launcher.teacher import (
     LAUNCHERS_OWN,
     TEACHER,
@@ -41,6 +42,7 @@ from example_trainer.memory.preflight import cache_on_shared_gpu
 from example_trainer.memory.shapes import local_shape
 from example_trainer.options.server import server_settings
 from example_trainer.options.training_options import TrainingOptions
+from example_trainer.options.vllm_settings import MEMORY_SETTINGS
 from example_trainer.options.without_effect import SERVER_FIELDS
 from example_trainer.processes.child import ChildSpec
 from example_trainer.processes.gpus import gpu_names
@@ -56,10 +58,6 @@ MANIFEST_NAME = "vllm_bridge_config.json"
 MANY_CORES = 8
 
 _AS_TEACHER = {"weight_bridge_mode": "none", "vllm_tensor_parallel_size": 1, "vllm_quantization": None}
-_OVER_MEMORY = frozenset(
-    {"kv_cache_memory_bytes", "gpu_memory_utilization", "dtype", "quantization", "tensor_parallel_size", "max_loras"}
-)
-"""Settings of a server by which its memory is another than the trainer's options say."""
 
 # Newest groups of each environment that are kept in the run directory.
 GROUPS_TO_READ = 200
@@ -90,6 +88,9 @@ class Plan:
     """Id of the W&B run of trainer and environments; None if there is none, or if each has its own."""
     final_server: ChildSpec | None = None
     """Server of the last checkpoint for the final evaluation, in modes whose own server ends with the trainer."""
+
+    add_server: Callable[[int, int], AddedServer] | None = field(default=None, compare=False, repr=False)
+    """Plans one more inference server, with its index and port; None if the servers do not outlive a publish."""
 
     def settings_of(self, name: str) -> Mapping[str, Any]:
         """Return the content of the program's settings file."""
@@ -135,6 +136,7 @@ def make_plan(
         servers=tuple(server.name for server in servers),
         wandb_run_id=builder.wandb_run_id if builder.wandb(TRAINER) else None,
         final_server=builder.final_server() if environments and not outlives else None,
+        add_server=builder.added_server if outlives else None,
     )
 
 
@@ -161,7 +163,7 @@ class _Builder:
 
     def broker(self) -> ChildSpec:
         flags = self.settings.flags["api"].without("port")
-        content = self._observability() | {"host": LOOPBACK, "store": str(self.run.broker_store)}
+        content = self._observability() | {"host": self.endpoints.broker_host, "store": str(self.run.broker_store)}
         content |= self.settings.sections["api"]
         content = merge(content, flags.secret_values) | {"port": self.endpoints.broker_port}
         path = self._write("api", {"api": content})
@@ -177,19 +179,26 @@ class _Builder:
         )
 
     def vllm(self, index: int) -> ChildSpec:
-        name, flags = server_name(index), self.settings.flags["vllm"].without("port", "model")
-        content = merge(self._vllm_defaults(index) | dict(self.settings.sections["vllm"]), flags.secret_values)
+        name, flags = server_name(index), self.settings.flags[VLLM].without("port", "model", "server_id")
+        given = {**self.settings.sections[VLLM], **self.settings.trainer.vllm_settings}
+        content = merge(self._vllm_defaults(index) | given, flags.secret_values)
         own: dict[str, Any] = {"model": self._base, "port": self.endpoints.vllm_ports[index]}
         if self.settings.trainer.load_in_4bit:
             own["await_model"] = True  # the trainer writes the base once it has loaded the model
         if registered := self.settings.trainer.registered_servers:
             own |= {"broker_url": self.endpoints.broker_url, "policy": self.settings.trainer.policy}
+            own["server_id"] = server_id(self.settings, self.run, index)
         path = self._write(name, {VLLM: content | own})
         command = self._command(self.programs.vllm, path, flags.without_secrets().unprefixed(VLLM))
         # A restarted server serves nothing until the trainer has published the current policy to it.
         environment = self._server_environment(index)
         # A registered server that is drained ends by itself.
         return self._child(name, command, environment=environment, ends_by_itself=registered, may_restart=True)
+
+    def added_server(self, index: int, port: int) -> AddedServer:
+        """Plan the server with this index on a port that is settled only now."""
+        later = replace(self, endpoints=replace(self.endpoints, vllm_ports=(port,) * (index + 1)), files={})
+        return later.vllm(index), later.files
 
     def teacher_servers(self) -> list[ChildSpec]:
         """Plan the teacher's server, if the launcher starts one: a plain server of a model that stays as it is."""
@@ -222,7 +231,8 @@ class _Builder:
         own["served_model_name"] = [self.model]
         if config.trains_adapter:
             own |= {"model": self._base, "adapter": str(checkpoint)}
-        path = self._write(FINAL_SERVER, {VLLM: self._vllm_defaults(0) | self.settings.section(VLLM) | own})
+        # The trainer's settings have those of the section already.
+        path = self._write(FINAL_SERVER, {VLLM: self._vllm_defaults(0) | own})
         command = self._command(self.programs.vllm, path)
         return self._child(FINAL_SERVER, command, environment=self._server_environment(0), may_restart=True)
 
@@ -244,7 +254,7 @@ class _Builder:
             # A flag cannot name one of several servers, so it applies to each.
             servers, typed = [server | dict(typed.values) for server in servers], SectionFlags()
         env = merge(env, env_flags.secret_values)
-        content = {"env": env, "openai": _with_secrets(servers, typed.secret_values)}
+        content = {"env": env, "openai": with_secrets(servers, typed.secret_values)}
         flags = [*env_flags.without_secrets().arguments, *typed.without_secrets().arguments]
         if entry.teacher is not None:
             content[TEACHER], more = self._teacher_of(entry)
@@ -330,10 +340,12 @@ class _Builder:
     def _vllm_defaults(self, index: int) -> dict[str, Any]:
         config = with_changes(self.settings.trainer, {"model_name": self.model})
         own: dict[str, Any] = {"dtype": self._served_dtype(), "gpu_memory_utilization": self._memory_share()}
-        own |= self._cache(config, self._memory_share(), self.settings.section(VLLM))
+        given = {**self.settings.section(VLLM), **config.vllm_settings}
+        own |= self._cache(config, self._memory_share(), given)
         if self.settings.trainer.load_in_4bit:
             own |= {"tokenizer": self.model, "served_model_name": [self.model]}
-        return {"host": LOOPBACK} | server_settings(self.settings.trainer, index) | own | self._observability()
+        asked = server_settings(self.settings.trainer, index)
+        return {"host": self.endpoints.server_host} | asked | own | self._observability()
 
     def _served_dtype(self) -> str:
         """Return `--dtype`, or for `auto` the checkpoint's if it is known: vLLM's own lowers float32 to bfloat16."""
@@ -353,7 +365,7 @@ class _Builder:
 
     def _cache(self, config: TrainingOptions, share: float, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the size of a server's cache if its GPU is not its own, unless the server's own settings decide."""
-        if not _OVER_MEMORY.isdisjoint(given):
+        if not MEMORY_SETTINGS.isdisjoint(given):
             return {}
         beside_server = servers_on_one_gpu(self.settings.trainer) > 1 or (
             self.teacher is not None and self.teacher.gpu is None
@@ -367,7 +379,7 @@ class _Builder:
 
     def _environment_defaults(self, entry: EnvironmentSettings) -> dict[str, Any]:
         config = self.settings.trainer
-        own = self._observability()
+        own, is_alone = self._observability(), len(self.settings.environments) == 1
         if config.metrics_port is not None:
             # The trainer has this port, the environments those after it; 0 is any free port for each of them.
             after = config.metrics_port and config.metrics_port + 1 + self.settings.environments.index(entry)
@@ -376,8 +388,10 @@ class _Builder:
             "rollout_server_url": self.endpoints.broker_url,
             "tokenizer_name": self.model,
             "total_steps": config.training_steps,
-            "data_dir_to_save_evals": str(self.run.evals),
+            "data_dir_to_save_evals": str(self.run.evals if is_alone else self.run.evals / entry.name),
             "use_wandb": config.use_wandb,
+            "use_trackio": config.use_trackio,
+            **({"trackio_name": f"{self.run.root.name}-{entry.name}"} if config.use_trackio else {}),
         }
 
     def _rollouts_to_read(self, entry: EnvironmentSettings) -> dict[str, Any]:
@@ -433,14 +447,3 @@ class _Builder:
 
     def _child(self, name: str, command: tuple[str, ...], *, settings: str | None = None, **rest: Any) -> ChildSpec:
         return ChildSpec(name=name, command=command, secret_settings=self.secret_settings[settings or name], **rest)
-
-
-def _with_secrets(servers: Any, secret: Mapping[str, Any]) -> Any:
-    """Merge the secret flags into an environment's inference server; raise `ConfigError` if there are several."""
-    if not secret:
-        return servers
-    if isinstance(servers, list):
-        raise ConfigError(
-            f"--openai.{next(iter(secret))}: openai is a list of {len(servers)} servers in the file; set it there"
-        )
-    return merge(servers, secret)

@@ -1,35 +1,33 @@
-"""The progress of a running launch: `Feed` reads it into a `Snapshot`, and a `View` shows it.
+"""The progress of a running launch: `Feed` reads it into a `Snapshot`, from which its phase is told.
 
 A snapshot holds the milestones, the steps trained so far, and the broker's status. Everything is read from outside:
 health endpoints, the broker's `/v1/status`, and the lines that the trainer appends to `metrics.jsonl`. One poll costs
-well under a millisecond, so that watching a run does not slow it down. The view is a live panel on a terminal;
-elsewhere it is one plain line for each milestone, step and sign of trouble, or a JSON object with `--json`.
+well under a millisecond, so that watching a run does not slow it down. `views` shows snapshots.
 """
 
 from __future__ import annotations
 
 import http.client
-import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
-
-from atropos_api.client.events import count_drops, explain_drops, explain_wait
+from atropos_api.client.events import explain_drops
 from atropos_api.common import metric_names as names
 from atropos_api.common.secrets import TokenSource
+from example_trainer.launcher.plan import BROKER, TRAINER, VLLM, Plan
+from example_trainer.launcher.supervisor import Supervisor
+from example_trainer.launcher.teacher import TEACHER
 from example_trainer.monitoring.trackers import MetricsTail, read_row
+from example_trainer.processes.ports import LOOPBACK
+from example_trainer.processes.tree import is_alive
 
+# Environments contact the broker at least every ten seconds.
+SILENCE_SECONDS = 60.0
 STATUS_INTERVAL_SECONDS = 1.0
 READINESS_INTERVAL_SECONDS = 0.25
 STALLED_SECONDS = 30.0
@@ -68,6 +66,21 @@ class Endpoint:
 
     def close(self) -> None:
         self._connection.close()
+
+
+class RegisteredServer(Endpoint):
+    """A server whose address only the broker knows: it answers as healthy once it is registered and has loaded."""
+
+    def __init__(self, server_id: str, broker_url: str, *, token: TokenSource) -> None:
+        super().__init__(broker_url, token=token)
+        self._server_id = server_id
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        status, body = super().get("/v1/servers" if path == "/health" else path)
+        if path != "/health" or status != http.HTTPStatus.OK:
+            return status, body
+        states = {row["server_id"]: row["state"] for row in (read_row(body) or {}).get("servers", ())}
+        return (200, b"") if states.get(self._server_id) in {"joining", "serving"} else (0, b"")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -184,223 +197,65 @@ class Feed:
                     self.snapshot.reach(milestone)
 
 
-REFRESH_INTERVAL_SECONDS = 0.5
-DROPS_INTERVAL_SECONDS = 30.0
-SPARKS = "▁▂▃▄▅▆▇█"
-SPARKLINE_WIDTH = 60
-SHOWN_SIGNS = 3
-
-
-class View(Protocol):
-    """Shows a snapshot until it is closed."""
-
-    def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
-        """Show the snapshot; called often, with the rows of the steps trained since the last call."""
-
-    def close(self) -> None: ...
-
-
-def make_view(choice: str, out: IO[str] | None = None) -> View:
-    """Make the view for `live`, `plain`, `json`, `quiet`, or `auto`: live if `out` is a terminal, and else plain."""
-    out = out or sys.stdout
-    if choice in {"json", "quiet"}:
-        return JsonView(out) if choice == "json" else QuietView()
-    live = choice == "live" or (choice == "auto" and out.isatty())
-    return LiveView(Console(file=out)) if live else PlainView(out)
-
-
-class QuietView:
-    """Shows nothing."""
-
-    def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class JsonView:
-    """Writes one JSON object a line; `event` tells its kind: milestone, page, phase, step, health or dropped.
-
-    Steps and signs of trouble are the lines of `metrics.jsonl` and `events.jsonl`.
-    """
-
-    def __init__(self, out: IO[str]) -> None:
-        self._out = out
-        self._reached: set[str] = set()
-        self._signs = 0
-        self._last: dict[str, Any] = {"page": "", "phase": "", "dropped": []}
-
-    def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
-        for name, reached_at in snapshot.milestones.items():
-            if reached_at is not None and name not in self._reached:
-                self._reached.add(name)
-                self._line("milestone", name=name, timestamp=reached_at)
-        self._if_new("page", snapshot.page_url)
-        for row in rows:
-            self._line("step", **row)
-        for sign in snapshot.signs[self._signs :]:
-            self._line(**{"event": "health", **sign})
-        self._signs = len(snapshot.signs)
-        self._if_new("phase", snapshot.phase)
-        self._if_new("dropped", snapshot.drops)
-
-    def close(self) -> None:
-        self._out.flush()
-
-    def _if_new(self, event: str, value: Any) -> None:
-        if value != self._last[event]:
-            self._last[event] = value
-            self._line(event, **{event: value}, timestamp=time.time())
-
-    def _line(self, event: str, **content: Any) -> None:
-        self._out.write(json.dumps({"event": event, **content}) + "\n")
-        self._out.flush()
-
-
-class PlainView:
-    """Writes lines for a log file: each milestone, step and sign of trouble once."""
-
-    def __init__(self, out: IO[str]) -> None:
-        self._out = out
-        self._shown: set[str] = set()
-        self._page_url = ""
-        self._phase = ""
-        self._signs = 0
-        self._drops: list[str] = []
-        self._drops_shown_at = float("-inf")
-
-    def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
-        for name, reached_at in snapshot.milestones.items():
-            if reached_at is not None and name not in self._shown:
-                self._shown.add(name)
-                self._line(reached_at - snapshot.started_at, f"{name} ready")
-        if snapshot.page_url != self._page_url:
-            self._page_url = snapshot.page_url
-            self._line(snapshot.elapsed_seconds, f"page for a browser: {snapshot.page_url}")
-        for row in rows:
-            at = float(row.get("timestamp", time.time())) - snapshot.started_at
-            self._line(at, step_line(row, snapshot))
-        for sign in snapshot.signs[self._signs :]:
-            self._line(snapshot.elapsed_seconds, sign_line(sign))
-        self._signs = len(snapshot.signs)
-        if snapshot.phase != self._phase:
-            self._phase = snapshot.phase
-            self._line(snapshot.elapsed_seconds, snapshot.phase)
-        self._print_drops(snapshot)
-
-    def _print_drops(self, snapshot: Snapshot) -> None:
-        """Print why no groups arrive when the reason has changed, at most every `DROPS_INTERVAL_SECONDS`."""
-        drops, now = snapshot.drops, time.monotonic()
-        if drops and drops != self._drops and now - self._drops_shown_at >= DROPS_INTERVAL_SECONDS:
-            self._drops, self._drops_shown_at = drops, now
-            for line in drops:
-                self._line(snapshot.elapsed_seconds, line)
-
-    def close(self) -> None:
-        self._out.flush()
-
-    def _line(self, at_seconds: float, text: str) -> None:
-        self._out.write(f"{at_seconds:7.1f} s  {text}\n")
-        self._out.flush()
-
-
-class LiveView:
-    """Redraws a panel in place: after each step, and otherwise at most twice a second."""
-
-    def __init__(self, console: Console) -> None:
-        # Without rich's refresh thread, because the launcher forks; `update` redraws.
-        self._live = Live(console=console, auto_refresh=False, transient=False)
-        self._drawn_at = 0.0
-
-    def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
-        now = time.monotonic()
-        if rows or now - self._drawn_at >= REFRESH_INTERVAL_SECONDS:
-            self._drawn_at = now
-            self._live.start()  # which does nothing the second time
-            self._live.update(render(snapshot), refresh=True)
-
-    def close(self) -> None:
-        self._live.stop()
-
-
-def render(snapshot: Snapshot) -> RenderableType:
-    """Render the whole view of the snapshot."""
-    head = Text.assemble(
-        (snapshot.name, "bold"), f"  {snapshot.run_dir}  ", (f"{snapshot.elapsed_seconds:.0f} s", "dim")
+def make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, events: MetricsTail, token: TokenSource) -> Feed:
+    """Return the feed of a launch; servers on nodes whose ports are not known yet are looked up at the broker."""
+    known = plan.endpoints.vllm_urls
+    servers: dict[str, list[Endpoint]] = {VLLM: [Endpoint(url) for url in known]} if plan.servers else {}
+    if plan.servers and not known:  # their nodes choose the ports, so the broker is asked
+        broker_url = plan.endpoints.broker_url
+        ids = [plan.settings_of(name)[VLLM]["server_id"] for name in plan.servers]
+        servers[VLLM] = [RegisteredServer(server_id, broker_url, token=token) for server_id in ids]
+    if plan.endpoints.teacher_port is not None:
+        servers[TEACHER] = [Endpoint(f"http://{LOOPBACK}:{plan.endpoints.teacher_port}")]
+    return Feed(
+        snapshot,
+        metrics=tail,
+        events=events,
+        broker=Endpoint(plan.endpoints.broker_url, token=token),
+        servers=servers,
     )
-    if snapshot.page_url:
-        head.append(f"  {snapshot.page_url}", style="dim")
-    drops = [Text(line, style="yellow") for line in snapshot.drops]
-    if not snapshot.rows:
-        return Group(head, _milestones(snapshot), *drops)
-    found = explain_wait(snapshot.status)
-    waits = [Text(found, style="yellow")] if found else []
-    signs = [Text(sign_line(sign), style="yellow") for sign in snapshot.signs[-SHOWN_SIGNS:]]
-    return Group(head, _milestones(snapshot), *_steps(snapshot), *waits, *drops, *signs)
 
 
-def step_line(row: dict[str, Any], snapshot: Snapshot) -> str:
-    """Return one step as one line; figures that the trainer did not report are left out."""
-    parts = [f"step {row.get(names.STEP, '?')}/{snapshot.total_steps}"]
-    parts += [f"{label} {value}" for label, value in figures(row, snapshot)]
-    return "  ".join(parts)
+def milestones_of(plan: Plan) -> list[str]:
+    """Return the milestones before the first step: the programs that this launch waits for."""
+    servers = [(VLLM, plan.child(VLLM)), (TEACHER, plan.child(TEACHER))]
+    wanted = [(BROKER, True), *servers, (TRAINER, True), ("environment", plan.environments)]
+    return [name for name, present in wanted if present]
 
 
-def sign_line(sign: Mapping[str, Any]) -> str:
-    """Return a sign of trouble as one line, with its advice."""
-    return f"sign of trouble at step {sign['step']}: {sign.get('message', sign['sign'])}; {sign.get('advice', '')}"
+def never_ready(plan: Plan, snapshot: Snapshot) -> set[str]:
+    """Return the programs whose milestone has not been reached yet."""
+    groups = {VLLM: plan.servers, "environment": plan.environments}
+    missing = [name for name, reached_at in snapshot.milestones.items() if reached_at is None]
+    return {name for milestone in missing for name in groups.get(milestone, (milestone,))}
 
 
-def figures(row: dict[str, Any], snapshot: Snapshot) -> list[tuple[str, str]]:
-    """Return label and text of each figure that the view shows for a step."""
-    wanted = (
-        ("reward", names.REWARD_MEAN, "{:.3f}"),
-        ("length", names.RESPONSE_LENGTH_MEAN, "{:.1f}"),
-        ("tokens/s", names.TOKENS_PER_SECOND, "{:,.0f}"),
-        ("staleness", names.STALENESS_MEAN, "{:.1f}"),
-        ("sync", names.TIME_SYNC, "{:.2f} s"),
-        ("step", names.TIME_STEP, "{:.2f} s"),
-    )
-    shown = [(label, form.format(row[key])) for label, key, form in wanted if isinstance(row.get(key), int | float)]
-    queued, dropped = queued_sequences(snapshot), count_drops(snapshot.status)
-    shown += [] if queued is None else [("queue", str(queued))]
-    return [*shown, ("dropped", str(dropped))] if dropped else shown
+def reached(snapshot: Snapshot) -> dict[str, float]:
+    """Return the Unix times of the milestones that have been reached."""
+    return {name: at for name, at in snapshot.milestones.items() if at is not None}
 
 
-def queued_sequences(snapshot: Snapshot) -> int | None:
-    """Return the number of sequences queued at the broker, from its last status."""
-    queue = snapshot.status.get("queue")
-    value = queue.get("sequences") if isinstance(queue, dict) else queue
-    return value if isinstance(value, int) else None
+def phase_of(snapshot: Snapshot, waiting: set[str]) -> str:
+    """Return the part of the run that is under way, in words; `waiting` has the programs that must still end."""
+    if TRAINER not in waiting:
+        return "final evaluation" if waiting else "ending"
+    if silent := silent_environments(snapshot):
+        return f"silent for over {SILENCE_SECONDS:.0f} s: {', '.join(silent)}"
+    if snapshot.rows:
+        return "training" if snapshot.step < snapshot.total_steps else "last checkpoint"
+    missing = [name for name, reached_at in snapshot.milestones.items() if reached_at is None]
+    return f"waiting for {', '.join(missing)}" if missing else "first evaluation and first batch"
 
 
-def sparkline(values: Sequence[float], *, low: float = 0.0, high: float = 1.0) -> str:
-    """Draw the newest values as bars between `low` and `high`, which are widened to include all of them."""
-    recent = values[-SPARKLINE_WIDTH:]
-    if not recent:
-        return ""
-    low, high = min(low, *recent, low), max(high, *recent, high)
-    scale = (len(SPARKS) - 1) / ((high - low) or 1.0)
-    return "".join(SPARKS[round((value - low) * scale)] for value in recent)
+def silent_environments(snapshot: Snapshot) -> list[str]:
+    """Return the registered environments that have not called the broker for long: they run, but may be stuck."""
+    known = [entry for entry in snapshot.status.get("environments", ()) if isinstance(entry, dict)]
+    return [str(entry.get("name")) for entry in known if (entry.get("quiet_seconds") or 0.0) > SILENCE_SECONDS]
 
 
-def _milestones(snapshot: Snapshot) -> Text:
-    line = Text()
-    for name, reached_at in snapshot.milestones.items():
-        state = "starting" if reached_at is None else f"{reached_at - snapshot.started_at:.1f} s"
-        line.append(f"{name} ", style="dim" if reached_at is None else "green")
-        line.append(f"{state}  ", style="dim")
-    line.append(snapshot.phase, style="italic")
-    return line
-
-
-def _steps(snapshot: Snapshot) -> list[RenderableType]:
-    bar = Table.grid(padding=(0, 2))
-    bar.add_row(
-        f"step {snapshot.step}/{snapshot.total_steps}",
-        ProgressBar(total=snapshot.total_steps, completed=snapshot.step, width=40),
-    )
-    rewards = Text.assemble(("reward ", "dim"), sparkline(snapshot.series(names.REWARD_MEAN)))
-    figure_line = Text("   ").join(
-        Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in figures(snapshot.rows[-1], snapshot)
-    )
-    return [bar, rewards, figure_line]
+def note_engine_start(snapshot: Snapshot, supervisor: Supervisor) -> None:
+    """Record when the server's imports ended: it starts its engine's process then; the time after is the engine's."""
+    if snapshot.milestones.get("vllm") and "imports" not in snapshot.marks and VLLM in supervisor:
+        start_times = [process.create_time() for process in supervisor[VLLM].descendants if is_alive(process)]
+        if start_times:
+            snapshot.marks["imports"] = min(start_times)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from example_trainer.launcher.supervisor import EXPLAINED_IN_ONE_LINE, FAILURE_GRACE_SECONDS, Supervisor, describe_end
-from example_trainer.processes.child import Child, ChildSpec, reason
+from example_trainer.processes.child import ChildSpec, SupervisedProgram, reason
 
 SAME_FAILURES = 3
 FIRST_PAUSE_SECONDS = 0.25
@@ -80,13 +80,17 @@ class Restarts:
         """True for a program that has failed and will be started again after its pause."""
         return name in self._pending
 
-    def note_failures(self, never_ready: Collection[str]) -> list[str]:
+    def cancel(self, name: str) -> None:
+        """Do not start a program again, if its restart is planned."""
+        self._pending.pop(name, None)
+
+    def note_failures(self, never_ready: Collection[str], *, apart: Collection[str] = ()) -> list[str]:
         """End what is left of each failed program and plan its restart; return a line for each.
 
         Raises `ChildFailed` if a restart cannot mend one of the failures. `never_ready` names the programs that have
-        not been ready yet: if one of these exits by itself, its settings do not work.
+        not been ready yet: if one of these exits by itself, its settings do not work. Those in `apart` may fail.
         """
-        failed = self._supervisor.failed()
+        failed = [child for child in self._supervisor.failed() if child.name not in apart]
         lines = []
         for child in failed:
             final = self._final_cause(child, never_ready)
@@ -103,7 +107,7 @@ class Restarts:
             del self._pending[pending.spec.name]
         return [(pending.spec, pending.restarted) for pending in due]
 
-    def _final_cause(self, child: Child, never_ready: Collection[str]) -> str | None:
+    def _final_cause(self, child: SupervisedProgram, never_ready: Collection[str]) -> str | None:
         """Note the failure; return the reason why no restart can mend it, "" if its log says so; None if one can."""
         code = child.exit_code
         if not child.spec.may_restart or code in EXPLAINED_IN_ONE_LINE:
@@ -119,7 +123,7 @@ class Restarts:
         by_chance = code is None or -code in _SIGNALS_OF_CHANCE
         return self._note(child, error="" if by_chance else f"{code} {reason(lines) or ''.join(lines[-1:])}")
 
-    def _note(self, child: Child, error: str) -> str | None:
+    def _note(self, child: SupervisedProgram, error: str) -> str | None:
         """Record a failure in the program's history; return the reason if it was one too many."""
         history, now = self._histories.setdefault(child.name, _History()), self._clock()
         while history.failed_at and now - history.failed_at[0] > self._budget.window_seconds:
@@ -136,7 +140,7 @@ class Restarts:
             )
         return None
 
-    def _plan_restart(self, child: Child) -> str:
+    def _plan_restart(self, child: SupervisedProgram) -> str:
         number = len(self._histories[child.name].failed_at)
         pause_seconds = min(FIRST_PAUSE_SECONDS * 2 ** (number - 1), LONGEST_PAUSE_SECONDS)
         line = (

@@ -8,11 +8,13 @@ attempt in the same directory never overwrites the logs of the first.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
 import re
 import secrets
+import socket
 import subprocess
 import sys
 import tempfile
@@ -101,6 +103,20 @@ class RunDir:
     @property
     def timeline(self) -> Path:
         return self.root / TIMELINE_NAME
+
+    @property
+    def fleet_record(self) -> Path:
+        return self.root / "fleet.json"
+
+    @property
+    def fleet_id(self) -> str:
+        """The name of this run's inference servers at a broker, to which other runs may report as well.
+
+        It is the directory's name, and a digest of host and path: directories of equal names are common.
+        """
+        digest = hashlib.sha256(f"{socket.gethostname()}:{self.root}".encode()).hexdigest()[:8]
+        name = re.sub(r"[^A-Za-z0-9._~-]", "-", self.root.name).lstrip("-._~")[:80]
+        return f"{name or 'run'}-{digest}"
 
     def reserve(self) -> RunDir:
         """Make the root, if it is not there; return the run with the root that it got."""

@@ -9,10 +9,9 @@ On the command line the trainer's flags have no prefix; those of the other progr
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -28,15 +27,25 @@ from atropos_api.common.cliconfig import (
     nearest,
     read_config_file,
 )
-from atropos_api.common.option_flags import aliases
-from atropos_api.common.secrets import redact, redact_arguments
-from example_trainer.config import TrainingConfig
+from atropos_api.common.option_flags import aliases, named_in
+from atropos_api.common.secrets import redact
+from example_trainer.config import TrainingConfig, settings_from
 from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, read_environments
-from example_trainer.launcher.teacher import TEACHER, TEACHER_SERVER, check_teacher, own_teacher, unused_distillation
+from example_trainer.launcher.placement.settings import (
+    DEFAULT_TIMEOUT_SECONDS,
+    PlacementKind,
+    PlacementSettings,
+    launchers_own,
+    read_placement,
+    split_section,
+)
+from example_trainer.launcher.section_flags import PREFIXED_SECTIONS, SectionFlags, split_section_flags
+from example_trainer.launcher.teacher import TEACHER, check_teacher, own_teacher, unused_distillation
 from example_trainer.options.layout import BadLayout, DistributedLayout
 from example_trainer.options.modes import BridgeMode
 from example_trainer.options.presets import hand_on_environment_options
 from example_trainer.options.publish import THIS_HOST
+from example_trainer.options.server import below_flags, with_vllm_section
 from example_trainer.options.without_effect import SERVER_FIELDS, settings_without_effect
 from example_trainer.processes.gpus import serves_from_gpu
 from example_trainer.processes.tree import PACKAGE_ROOT
@@ -44,9 +53,7 @@ from example_trainer.processes.tree import PACKAGE_ROOT
 RUN_FILES = PACKAGE_ROOT / "example_trainer" / "configs"
 """The folder of the run files that come with the package."""
 
-PREFIXED_SECTIONS = ("api", "vllm", "env", "openai", TEACHER)
 PLACEMENT = "placement"
-FLAG_SECTIONS = (*PREFIXED_SECTIONS, TEACHER_SERVER)
 PROG = "atropos-grpo-run"
 _DEFAULT_MODE: BridgeMode = "shared_vllm"
 
@@ -79,6 +86,21 @@ class RunConfig(TrainingConfig):
         5, ge=0, description="Times that each program is restarted within --restart-window before the run ends."
     )
     restart_window: float = Field(600.0, gt=0.0, description="Seconds for which a restart counts.")
+    stop_grace: float = Field(
+        3.0,
+        ge=0.0,
+        description="Seconds in which the programs may end after a signal to the launcher; the trainer then writes a "
+        "checkpoint.",
+    )
+    placement: PlacementKind = Field(
+        "local", description="Where trainer, servers and environments run: on this machine, or on a Ray cluster."
+    )
+    placement_address: str | None = Field(
+        None, description="HOST:PORT of the Ray cluster's head, which this machine has joined."
+    )
+    placement_timeout: float = Field(
+        DEFAULT_TIMEOUT_SECONDS, gt=0.0, description="Seconds within which the cluster has a place for each program."
+    )
     cost_per_hour: float | None = Field(
         None, ge=0.0, description="Price of all machines per hour, in any currency: the summary then tells the cost."
     )
@@ -100,50 +122,13 @@ class RunConfig(TrainingConfig):
     @property
     def remote_servers(self) -> tuple[str, ...]:
         """The addresses of the inference servers that the launcher does not start; none if it starts its own."""
+        if self.uses_remote_server:
+            return self.server_urls
         starts = self.broadcasts and not self.inference_urls and self.vllm_host in THIS_HOST
         return () if starts or not self.num_inference_nodes or self.registered_servers else self.server_urls
 
 
 LAUNCHER_FIELDS = frozenset(RunConfig.model_fields) - frozenset(TrainingConfig.model_fields)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SectionFlags:
-    """The flags of one program as they were typed; the program's own parser checks them."""
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """Key (snake case) to text, list of texts, True or False, for the settings that the launcher itself reads."""
-    groups: tuple[tuple[str, ...], ...] = ()
-    """Each flag with its values as typed, section prefix included."""
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        return tuple(word for group in self.groups for word in group)
-
-    def without(self, *keys: str) -> SectionFlags:
-        """Return these flags without `keys`, which the launcher handles itself."""
-        kept = [group for group in self.groups if _key_of(group[0]) not in keys]
-        return _section_flags([list(group) for group in kept])
-
-    @property
-    def secret_values(self) -> dict[str, Any]:
-        """Values of the flags that no command line may show, in the form of a settings file."""
-        found: dict[str, Any] = {}
-        for key, value in _section_flags([list(group) for group in self.groups if _is_secret(group)]).values.items():
-            *parents, leaf = key.split(".")
-            content: dict[str, Any] = {leaf: _parsed(value)}
-            for parent in reversed(parents):
-                content = {parent: content}
-            found = merge(found, content)
-        return found
-
-    def without_secrets(self) -> SectionFlags:
-        return _section_flags([list(group) for group in self.groups if not _is_secret(group)])
-
-    def unprefixed(self, section: str) -> tuple[str, ...]:
-        """Return the arguments without the section prefix, for a program that has no sections."""
-        bare = (argument.replace(f"--{section}.", "--", 1) for argument in self.arguments)
-        return tuple(argument.replace(f"--no-{section}.", "--no-", 1) for argument in bare)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +141,7 @@ class RunSettings:
     environments: tuple[EnvironmentSettings, ...]
     layout: DistributedLayout | None = None
     """The layout of the `placement` section."""
+    placement: PlacementSettings = field(default_factory=PlacementSettings)
     remarks: tuple[str, ...] = ()
     """Sentences on what a preset has chosen, or could not set here, and on settings without effect."""
     reseeded: bool = False
@@ -175,12 +161,21 @@ class RunSettings:
 def read_settings(argv: Sequence[str]) -> RunSettings:
     """Read `argv` and the files it names; raise `ConfigError` with one line for anything that cannot be used."""
     own, flags = split_section_flags(hand_on_environment_options(argv))
+    launched = settings_from(os.environ)
+    if launched.get("world_size", 1) != 1:
+        raise ConfigError(
+            f"$WORLD_SIZE is {launched['world_size']}: {PROG} would start every program once for each process; start "
+            "the trainer with it (atropos-grpo, or example_trainer/grpo.py), and the other programs by themselves"
+        )
     trainer, own, paths = trainer_settings(own, default_mode=_DEFAULT_MODE)
+    trainer = launched | trainer
     sections: dict[str, Any] = {}
     layout: DistributedLayout | None = None
     for path in paths:
         sections = merge(sections, read_sections(path))
         layout = _layout_in(path) or layout
+    _, placed = split_section(sections.get(PLACEMENT) or {})
+    trainer = {**launchers_own(placed, layout), **trainer}
     config = load_config(RunConfig, own, prog=PROG, description=DESCRIPTION, defaults=trainer)
     environments, remarks = read_environments(
         sections,
@@ -188,17 +183,22 @@ def read_settings(argv: Sequence[str]) -> RunSettings:
         config.preset,
         may_choose="atropos_url" not in config.model_fields_set,
     )
+    sections["vllm"] = below_flags(sections.get("vllm") or {}, named_in(own, RunConfig))
+    vllm = {**sections["vllm"], **flags["vllm"].settings}
+    no_server = bool(config.remote_servers) or not config.local_servers
+    config, vllm_remarks = with_vllm_section(config, vllm, no_server=no_server)
     settings = RunSettings(
         trainer=config,
         sections={name: sections.get(name) or {} for name in PREFIXED_SECTIONS},
         flags=flags,
         environments=environments,
         layout=layout,
+        placement=read_placement(placed, config.model_dump()),
         remarks=remarks,
         reseeded="seed" in config.model_fields_set and config.seed != trainer.get("seed"),
     )
     check_teacher(settings)
-    return replace(settings, remarks=(*remarks, *without_effect(settings)))
+    return replace(settings, remarks=(*remarks, *vllm_remarks, *without_effect(settings)))
 
 
 def without_effect(settings: RunSettings, *used: str) -> list[str]:
@@ -210,7 +210,18 @@ def without_effect(settings: RunSettings, *used: str) -> list[str]:
     config = settings.trainer
     starts = (not config.remote_servers and config.local_servers > 0) or own_teacher(settings) is not None
     found = settings_without_effect(config, is_launched=True, used=SERVER_FIELDS if starts else ("log_dir", *used))
-    return [*found, *unused_distillation(settings)]
+    return [*found, *_unused_sections(settings), *unused_distillation(settings)]
+
+
+def _unused_sections(settings: RunSettings) -> Iterator[str]:
+    """Yield a sentence on each section of a program that this launch does not start."""
+    reasons = {
+        "api": "with --atropos-url no broker is started" if "atropos_url" in settings.trainer.model_fields_set else "",
+        "openai": "" if settings.environments else "no environment is started here",
+    }
+    for section, reason in reasons.items():
+        if reason and (given := settings.section(section)):
+            yield f"{', '.join(f'{section}.{name}' for name in given)}: no effect, since {reason}"
 
 
 def trainer_settings(argv: Sequence[str], *, default_mode: str = "none") -> tuple[dict[str, Any], list[str], list[str]]:
@@ -236,7 +247,8 @@ def _layout_in(path: str) -> DistributedLayout | None:
     if not section:
         return None
     try:
-        return DistributedLayout.from_section(section)
+        sizes, _ = split_section(section)
+        return DistributedLayout.from_section(sizes) if sizes else None
     except BadLayout as error:
         raise ConfigError(f"--config {path}, {PLACEMENT}: {error}") from error
 
@@ -277,21 +289,6 @@ def _requested_mode(argv: Sequence[str]) -> str | None:
         if flag.replace("_", "-") == "--weight-bridge-mode":
             asked = value if equals else next(iter(argv[index + 1 :]), None)
     return asked
-
-
-def split_section_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, SectionFlags]]:
-    """Split the arguments into the launcher's own and those with a section's prefix."""
-    own: list[str] = []
-    flags_by_section: dict[str, list[list[str]]] = {name: [] for name in FLAG_SECTIONS}
-    current: list[str] | None = None
-    for argument in map(_expand_env_flag, argv):
-        if argument.startswith("--"):
-            current = _section_of(argument, flags_by_section)
-            if current is not None:
-                current.append(argument)
-                continue
-        (own if current is None else current).append(argument)
-    return own, {name: _section_flags(groups) for name, groups in flags_by_section.items()}
 
 
 def read_sections(path: str) -> dict[str, Any]:
@@ -342,57 +339,6 @@ _FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "modes_on_gpu": (_is_modes, "settings by weight bridge mode"),
 }
 """Check of the form of each section that is more than settings, and the form's name in messages."""
-
-
-def _expand_env_flag(argument: str) -> str:
-    """Expand `--env`, which is short for `--env.server`."""
-    name, equals, value = argument.partition("=")
-    return f"--env.server{equals}{value}" if name == "--env" else argument
-
-
-def _section_of(argument: str, flags_by_section: Mapping[str, list[list[str]]]) -> list[str] | None:
-    """Add a new group for this flag to its section and return it; None for a flag without a section."""
-    name = argument[2:].removeprefix("no-").split("=", 1)[0]
-    section, dot, _ = name.partition(".")
-    if not dot:
-        return None
-    if name.startswith(f"{TEACHER_SERVER}."):
-        section = TEACHER_SERVER
-    if section not in flags_by_section:
-        raise ConfigError(
-            f"unknown option {argument}{nearest(section, flags_by_section)} (sections: {', '.join(flags_by_section)})"
-        )
-    flags_by_section[section].append([])
-    return flags_by_section[section][-1]
-
-
-def _section_flags(groups: list[list[str]]) -> SectionFlags:
-    values: dict[str, Any] = {}
-    for flag, *given in groups:
-        _, equals, inline = flag.partition("=")
-        words = [inline, *given] if equals else given
-        values[_key_of(flag)] = words if len(words) > 1 else words[0] if words else not flag.startswith("--no-")
-    return SectionFlags(values=values, groups=tuple(tuple(group) for group in groups))
-
-
-def _is_secret(group: Sequence[str]) -> bool:
-    return redact_arguments(group) != list(group)
-
-
-def _parsed(value: Any) -> Any:
-    """Return a flag's value as a file would hold it: a JSON object or array becomes a mapping or list."""
-    if isinstance(value, str) and value[:1] in {"{", "["}:
-        with contextlib.suppress(ValueError):
-            return json.loads(value)
-    return value
-
-
-def _key_of(flag: str) -> str:
-    """Return a flag's key: `group_size` for `--env.group-size=8`, `seed` for `--teacher.vllm.seed`."""
-    name = flag.partition("=")[0].removeprefix("--").removeprefix("no-")
-    if name.startswith(f"{TEACHER_SERVER}."):
-        return name.removeprefix(f"{TEACHER_SERVER}.").replace("-", "_")
-    return name.partition(".")[2].replace("-", "_")
 
 
 def _split_config_paths(argv: Sequence[str]) -> tuple[list[str], list[str]]:

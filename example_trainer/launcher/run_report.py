@@ -11,21 +11,21 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.files import write_whole
+from atropos_api.common.html_pages import as_html, make_page, visible
 from atropos_api.page.files import page_files
-from environments.sdk.group_files import POLICY, read_groups, render_group
+from environments.sdk.group_files import read_groups, render_group
 from example_trainer.launcher import svg_chart
 from example_trainer.launcher.comparison import as_rows, differing_settings, settings_of
 from example_trainer.launcher.data_use import data_table
 from example_trainer.launcher.run_dir import RunDir, read_record
 from example_trainer.launcher.summary import NoRun, Summary, read_timeline, summarise
-from example_trainer.launcher.svg_chart import Line, draw_chart, make_line, visible
+from example_trainer.launcher.svg_chart import Line, draw_chart, make_line
 from example_trainer.monitoring.trackers import EVENTS_FILE, METRICS_FILE, ROLLOUTS, MetricsTail
 
 REPORT_NAME = "report.html"
@@ -37,15 +37,8 @@ MOST_ENVIRONMENTS = 8
 PLACES = re.compile(r"^env/(?P<id>-?\d+)/")
 
 STYLE = """
-.role { color: var(--ink-2); font-size: 12.5px; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--paper); padding: .5rem .7rem; margin: .1rem 0 .6rem; }
-.sampled { border-left: 3px solid var(--line-1); }
-.score { font-variant-numeric: tabular-nums; font-weight: 600; padding: 0 .35rem; border-radius: 4px; }
-.positive { background: var(--ok-bg); color: var(--ok); } .negative { background: var(--blocked-bg); color: var(--blocked); }
-.zero { background: var(--rule); }
-details { margin: .35rem 0; } summary { cursor: pointer; }
-td { overflow-wrap: anywhere; } h1 { font-size: 1.4rem; }
-"""  # noqa: E501 - a rule of a style sheet is one line, as in page.css
+pre { white-space: pre-wrap; overflow-wrap: anywhere; } td { overflow-wrap: anywhere; }
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,13 +98,7 @@ def render(runs: Sequence[RunRecord]) -> str:
     )
     sections = [_figures(runs), _signs(runs), _curves(runs)]
     sections += _details(runs[0]) if len(runs) == 1 else [_differences(runs)]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>\n{page_style}{svg_chart.STYLE}{STYLE}</style></head>\n"
-        f"<body><main><h1>{escape(title)}</h1>\n{''.join(sections)}</main></body></html>\n"
-    )
+    return make_page(title, "".join(sections), style=f"{page_style}\n{svg_chart.STYLE}{STYLE}")
 
 
 def _figures(runs: Sequence[RunRecord]) -> str:
@@ -190,12 +177,10 @@ def _rollouts(run: RunRecord) -> list[str]:
             continue
         for why, at in _examples(groups):
             shown = render_group(at + 1, _as_text(groups[at]))
-            parts.append(f'<p class="note">{escape(visible(path.stem))}, {why}</p>{shown}')
+            parts.append(f'<p class="note">{as_html(path.stem)}, {why}</p>{shown}')
         if path.with_suffix(".html").exists():
             whole = f"{ROLLOUTS}/{path.stem}.html"
-            parts.append(
-                f'<p class="note">All {len(groups)} groups: {escape(visible(whole))} in the run directory.</p>'
-            )
+            parts.append(f'<p class="note">All {len(groups)} groups: {as_html(whole)} in the run directory.</p>')
     return [_card("Rollouts", "".join(parts))] if parts else []
 
 
@@ -230,7 +215,7 @@ def _settings(run: RunRecord) -> list[str]:
     rows = [[name, value] for name, value in settings_of(run.config, run.root).items()]
     command = " ".join(map(str, run.config.get("command") or ()))
     table = f'<details class="more"><summary>All settings ({len(rows)})</summary>{_table([], rows)}</details>'
-    return [_card("Configuration", f"<pre>{escape(visible(command))}</pre>{table}")]
+    return [_card("Configuration", f"<pre>{as_html(command)}</pre>{table}")]
 
 
 def _differences(runs: Sequence[RunRecord]) -> str:
@@ -245,6 +230,6 @@ def _card(title: str, content: str) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(visible(head))}</th>" for head in heads)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(visible(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    top = "".join(f"<th>{as_html(head)}</th>" for head in heads)
+    body = "".join(f"<tr>{''.join(f'<td>{as_html(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table>{f'<thead><tr>{top}</tr></thead>' if heads else ''}<tbody>{body}</tbody></table>"

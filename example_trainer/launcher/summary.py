@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class Summary:
 
     steps: int
     accuracy_base: float | None = None
+    """Mean over the environments, as `accuracy_trained` is."""
     accuracy_trained: float | None = None
     reward_first: float | None = None
     reward_last: float | None = None
@@ -80,15 +82,16 @@ def summarise(
     if not rows:
         raise NoRun(f"{run_dir} holds no metrics.jsonl with a finished step")
     rewards, lengths = _series(rows, names.REWARD_MEAN), _series(rows, names.RESPONSE_LENGTH_MEAN)
-    accuracies = [accuracy for _, accuracy in read_accuracies(run_dir / "evals")]
+    accuracies = list(read_accuracies(run_dir / "evals").values())
+    repeated = [values for values in accuracies if len(values) > 1]
     good = first_good_row(rows)
     started_at = (timeline or {}).get("start", 0.0)
     # A resumed run's rows begin with those of the launches before.
     launched = [row for row in rows if (_timestamp(row) or 0.0) >= started_at]
     return Summary(
         steps=int(rows[-1].get(names.STEP, len(rows))),
-        accuracy_base=accuracies[0] if accuracies else None,
-        accuracy_trained=accuracies[-1] if len(accuracies) > 1 else None,
+        accuracy_base=_mean([values[0][1] for values in accuracies]),
+        accuracy_trained=_mean([values[-1][1] for values in repeated]),
         reward_first=_mean(rewards[:WINDOW_STEPS]),
         reward_last=_mean(rewards[-WINDOW_STEPS:]),
         length_first=_mean(lengths[:1]),
@@ -124,15 +127,19 @@ def read_signs(run_dir: Path) -> tuple[str, ...]:
     return tuple(f"{row['sign']} (step {row['step']})" for row in rows if {"sign", "step"} <= row.keys())
 
 
-def read_accuracies(evals: Path) -> list[tuple[int, float]]:
-    """Return step and greedy accuracy of each evaluation, in the order of the steps."""
-    found = []
-    for path in evals.glob("step-*/metrics.json"):
+def read_accuracies(evals: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return step and greedy accuracy of each evaluation by environment, in the order of the steps.
+
+    A single environment has the name "", because its evaluations are not in a folder of their own.
+    """
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted([*evals.glob("step-*/metrics.json"), *evals.glob("*/step-*/metrics.json")]):
         step = re.fullmatch(r"step-(\d+)", path.parent.name)
         accuracy = _find(read_record(path), names.EVAL_ACCURACY)
         if step is not None and accuracy is not None:
-            found.append((int(step[1]), accuracy))
-    return sorted(found)
+            environment = "" if path.parent.parent == evals else path.parent.parent.name
+            found.setdefault(environment, []).append((int(step[1]), accuracy))
+    return {environment: sorted(values) for environment, values in found.items()}
 
 
 def first_good_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -258,6 +265,7 @@ def _find(content: Any, name: str) -> float | None:
 
 
 REWARD_COLOUR, LENGTH_COLOUR, ACCURACY_COLOUR = "#1f77b4", "#b0b0b0", "#d62728"
+ACCURACY_MARKERS = "Ds^v*"
 
 
 def draw(run_dir: Path) -> Path:
@@ -274,7 +282,7 @@ def draw(run_dir: Path) -> Path:
     _draw_lengths(axes.twinx(), rows)
     _draw_rewards(axes, rows)
     _draw_accuracies(axes, read_accuracies(run_dir / "evals"))
-    axes.legend(loc="lower right")
+    axes.legend(loc="best")
     path = run_dir / "reward.png"
     replace_whole(path, lambda partial: figure.savefig(partial, dpi=120))
     return path
@@ -290,11 +298,17 @@ def rolling_mean(values: Sequence[float], window: int = WINDOW_STEPS) -> list[fl
 
 
 def _draw_rewards(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
-    steps = [row[names.STEP] for row in rows]
-    rewards = [row.get(names.REWARD_MEAN, float("nan")) for row in rows]
+    # metrics.jsonl leaves out what is not finite.
+    known = [row for row in rows if isinstance(row.get(names.REWARD_MEAN), int | float)]
+    steps, rewards = [row[names.STEP] for row in known], _series(known, names.REWARD_MEAN)
     axes.plot(steps, rewards, "o", color=REWARD_COLOUR, alpha=0.35, markersize=4, label="reward of the step")
     axes.plot(steps, rolling_mean(rewards), color=REWARD_COLOUR, linewidth=2, label=f"mean of {WINDOW_STEPS} steps")
-    axes.set(xlabel="step", ylabel="reward", ylim=(0, 1.02))
+    bottom, top = min([0.0, *rewards]), max([1.0, *rewards])
+    margin = 0.02 * (top - bottom)
+    axes.set(xlabel="step", ylabel="reward", ylim=(bottom - (margin if bottom < 0 else 0.0), top + margin))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if missing := len(rows) - len(known):
+        axes.set_title(f"no finite reward in {missing} of {len(rows)} steps", fontsize="medium")
 
 
 def _draw_lengths(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
@@ -305,10 +319,11 @@ def _draw_lengths(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _draw_accuracies(axes: Any, accuracies: Sequence[tuple[int, float]]) -> None:
-    if accuracies:
-        steps, values = zip(*accuracies, strict=True)
-        axes.plot(steps, values, "D", color=ACCURACY_COLOUR, label="greedy accuracy, held-out problems", clip_on=False)
+def _draw_accuracies(axes: Any, accuracies: Mapping[str, Sequence[tuple[int, float]]]) -> None:
+    for (environment, points), marker in zip(accuracies.items(), cycle(ACCURACY_MARKERS), strict=False):
+        steps, values = zip(*points, strict=True)
+        label = f"greedy accuracy, {environment or 'held-out problems'}"
+        axes.plot(steps, values, marker, color=ACCURACY_COLOUR, label=label, clip_on=False)
 
 
 def write_rollout_pages(run_dir: Path) -> list[str]:

@@ -14,6 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,6 +29,7 @@ from example_trainer.processes.child import (
     ChildSpec,
     Descendant,
     LostProcess,
+    SupervisedProgram,
     reason,
     spawn,
 )
@@ -63,15 +65,17 @@ SETTLED_AFTER_SECONDS = 3.0
 class Supervisor:
     """Starts, watches and ends the children of one launcher; leaving its context ends them all."""
 
-    def __init__(self, log_dir: Path, *, guarded: bool = True) -> None:
+    def __init__(self, log_dir: Path, *, guarded: bool = True, detached: bool = False) -> None:
+        """Keep the log directory; `detached` is for a process whose starter kills its children (see `Guardian`)."""
         self._log_dir = log_dir
         self._mark = uuid.uuid4().hex
         # A directory of its own keeps sockets and scratch files of killed children findable.
         self._temporary_dir = _name_scratch(self._mark)
         self._shared_memory = SharedMemoryLedger()
         # Before the directory is made: a launcher that is killed between the two leaves nothing either way.
-        self._guardian = Guardian(mark=self._mark, temporary_dir=self._temporary_dir) if guarded else None
-        _make_scratch(Path(self._temporary_dir))
+        scratch = self._temporary_dir
+        self._guardian = Guardian(mark=self._mark, temporary_dir=scratch, detached=detached) if guarded else None
+        _make_scratch(Path(scratch))
         self._children: dict[str, Child] = {}
         self._observed_at = 0.0
 
@@ -83,16 +87,19 @@ class Supervisor:
     ) -> None:
         self.close(grace_seconds=STOP_GRACE_SECONDS if error is None else FAILURE_GRACE_SECONDS)
 
-    def __getitem__(self, name: str) -> Child:
+    def __getitem__(self, name: str) -> SupervisedProgram:
         return self._children[name]
 
     def __contains__(self, name: str) -> bool:
         return name in self._children
 
+    def find(self, name: str) -> Child | None:
+        return self._children.get(name)
+
     def __iter__(self) -> Iterator[Child]:
         return iter(list(self._children.values()))
 
-    def start(self, spec: ChildSpec, *, restarted: int = 0) -> Child:
+    def start(self, spec: ChildSpec, *, restarted: int = 0) -> SupervisedProgram:
         """Start a program, after `restarted` earlier restarts; its output goes to `<log dir>/<name>.log`."""
         log_path = self._log_dir / f"{spec.name}.log"
         process = spawn(self._command(spec), environment=self._environment(spec), log_path=log_path)
@@ -107,7 +114,7 @@ class Supervisor:
         self._children[spec.name] = child
         return child
 
-    def failed(self) -> list[Child]:
+    def failed(self) -> list[SupervisedProgram]:
         """Return the children that ended, or lost a long-lived process, although they should be running."""
         if any(child.has_failed for child in self):
             time.sleep(0.3)  # failures that follow from the first one are reported in the same message
@@ -119,14 +126,14 @@ class Supervisor:
             self._observe(now)
         return [child for child in self if child.is_broken(now)]
 
-    def failure(self, children: Sequence[Child], *, note: str = "") -> ChildFailed:
+    def failure(self, children: Sequence[SupervisedProgram], *, note: str = "") -> ChildFailed:
         """Return the error that reports these failures: one line for refusals, else the last lines of each log."""
         refused = [child for child in children if child.exit_code in EXPLAINED_IN_ONE_LINE]
         if refused and len(refused) == len(children):
             return ChildFailed("; ".join(_refusal(child) for child in refused), exit_code=refused[0].exit_code or 1)
         return ChildFailed("\n".join(_report(child, note) for child in children), exit_code=1)
 
-    def wait_for_end(self, child: Child, on_tick: Callable[[], None]) -> None:
+    def wait_for_end(self, child: SupervisedProgram, on_tick: Callable[[], None]) -> None:
         """Wait until a program ends, calling `on_tick` meanwhile; raise `ChildFailed` if it or another one fails."""
         while child.exit_code is None:
             on_tick()
@@ -208,7 +215,11 @@ class Supervisor:
             ended = child.descendants.pop(process)
             settled = now - ended.seen_at >= SETTLED_AFTER_SECONDS and not ended.is_short_task
             if settled and child.spec.watch_descendants and child.loss is None:
-                child.loss = LostProcess(title=ended.title, noticed_at=now, size_before=size_before)
+                child.loss = LostProcess(
+                    title=f"its process {ended.title}",
+                    noticed_at=now,
+                    size_before=size_before,
+                )
 
     def _note_shared_memory(self) -> None:
         processes = [process for child in self for process in (child.handle, *child.descendants)]
@@ -246,7 +257,7 @@ def _make_scratch(scratch: Path) -> None:
     (scratch / compile_cache.name).symlink_to(compile_cache)
 
 
-def _refusal(child: Child) -> str:
+def _refusal(child: SupervisedProgram) -> str:
     """Return the line of a program's log in which it says what it refuses, or else its last one, which says why it
     stopped.
     """
@@ -256,22 +267,23 @@ def _refusal(child: Child) -> str:
     return f"{child.name}: {(told or lines or [f'exited {child.exit_code} without a message'])[-1]}"
 
 
-def _report(child: Child, note: str) -> str:
+def _report(child: SupervisedProgram, note: str) -> str:
     code, tail = child.exit_code, child.last_lines()
     why = "" if code is not None and code < 0 else reason(tail)
     lines = "".join(f"\n  {line}" for line in tail)
-    if shutil.disk_usage(child.log_path.parent).free < LEAST_FREE_BYTES:
-        why += f": the disk of {child.log_path.parent} is full"
+    with suppress(OSError):  # the log may be on another host
+        if shutil.disk_usage(child.log_path.parent).free < LEAST_FREE_BYTES:
+            why += f": the disk of {child.log_path.parent} is full"
     told = f" ({note})" if note else ""
     return f"{child.name} {describe_end(child)}{why}{told}; the end of {child.log_path}:{lines}"
 
 
-def describe_end(child: Child) -> str:
+def describe_end(child: SupervisedProgram) -> str:
     """Describe how a program ended, or which process it lost, and after how many seconds."""
     code = child.exit_code
     seconds = time.monotonic() - child.started_at
     if code is None and child.loss is not None:
-        how = f"lost its process {child.loss.title}"
+        how = f"lost {child.loss.title}"
     elif code is not None and code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
     else:

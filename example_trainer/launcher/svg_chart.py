@@ -6,11 +6,12 @@ A panel is an entry of the page's `panels.json`, so a report and the page show t
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
+
+from atropos_api.common.html_pages import as_html, visible
 
 WIDTH, HEIGHT = 420, 190
 LEFT, RIGHT, TOP, BOTTOM = 50, 8, 8, 22
@@ -77,8 +78,7 @@ def draw_chart(panel: Panel, lines: Sequence[Line], marks: Iterable[int] = ()) -
     """Return the figure of a panel with its legend; `marks` are the steps at which its sign of trouble appeared."""
     marks = sorted(set(marks))
     keys = "".join(
-        f'<li><span class="swatch line-{_colour(at)}"></span> {escape(visible(line.label))} '
-        f"<b>{number(line.last)}</b></li>"
+        f'<li><span class="swatch line-{_colour(at)}"></span> {as_html(line.label)} <b>{number(line.last)}</b></li>'
         for at, line in enumerate(lines)
     )
     healthy = panel.get("healthy")
@@ -100,14 +100,6 @@ def number(value: float | None) -> str:
     if size >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}" if size >= 0.001 or size == 0 else f"{value:.1e}"
-
-
-HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
-
-
-def visible(text: object) -> str:
-    """Return text in which control characters and those that change its direction stand as their numbers."""
-    return HIDDEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", str(text))
 
 
 class _Frame:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -88,17 +89,40 @@ def _install(policy: Policy, kernels: Kernels, layout: LayoutKind) -> HeadPasses
     return passes
 
 
+def refuse_kernels(chosen: Kernels, device: torch.device) -> None:
+    """Raise `KernelsUnusable` if what the kernels chosen by name need is missing on this machine."""
+    if chosen not in {"auto", "eager"}:
+        _refuse_here(chosen, device)
+
+
+def _refuse_here(chosen: str, device: torch.device) -> None:
+    compiler, program = _compiler(device.type)
+    _raise_first(
+        chosen,
+        {
+            f"there is no {compiler} to compile with; install a C++ compiler": shutil.which(program) is None,
+            "Liger has no kernels for a CPU": chosen == "liger" and device.type == "cpu",
+            "pip install liger-kernel": chosen == "liger" and find_spec("liger_kernel") is None,
+        },
+    )
+
+
 def _refuse(policy: Policy, chosen: str) -> None:
     """Raise `KernelsUnusable` if what these kernels need is missing here, or if the policy has what they cannot do."""
     sharding = policy.sharding
-    reasons = {
-        "a base in 4 bits has kernels of its own": any(map(is_quantised, policy.module.parameters())),
-        "tensor parallelism divides the layers": sharding is not None and sharding.tensor_parallel_size > 1,
-        f"there is no {_compiler(policy.device.type)[0]} to compile with; install a C++ compiler": (
-            shutil.which(_compiler(policy.device.type)[1]) is None
-        ),
-        "Liger has no kernels for a CPU": chosen == "liger" and policy.device.type == "cpu",
-    }
+    is_divided = sharding is not None and sharding.tensor_parallel_size > 1
+    in_four_bits = any(map(is_quantised, policy.module.parameters()))
+    _raise_first(
+        chosen,
+        {
+            "a base in 4 bits has kernels of its own": in_four_bits,
+            "tensor parallelism divides the layers": is_divided,
+        },
+    )
+    _refuse_here(chosen, policy.device)
+
+
+def _raise_first(chosen: str, reasons: Mapping[str, bool]) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise KernelsUnusable(f"--kernels {chosen}: {reason}; use --kernels eager")

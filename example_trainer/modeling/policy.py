@@ -48,6 +48,8 @@ class Policy:
         self.device = device
         self.hf_config = hf_config
         self.tokenizer_name = options.model_name
+        self.chat_template: str | None = None
+        """A chat template that checkpoints get in place of the tokenizer's own; None keeps that."""
         self.forwards_from_masters = True
         self.served: Mapping[str, torch.Tensor] = {}
         self.changing: Callable[[], AbstractContextManager[None]] = nullcontext

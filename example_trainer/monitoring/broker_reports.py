@@ -71,6 +71,8 @@ class RecordedBatch:
     values: Sequence[GroupValues]
     groups: Sequence[Group]
     """The groups of `values`, in the same order."""
+    places: Sequence[int]
+    """The index of each of them in the whole batch; `values` has the index in the rank's part of it."""
     texts: Mapping[str, str]
     rank: int = 0
     world_size: int = 1
@@ -78,8 +80,8 @@ class RecordedBatch:
     def line(self, run_id: str) -> bytes:
         """Return the batch as a line of `trained.jsonl`."""
         groups = [
-            {"group": one.group, "samples": one.samples, "fields": group}
-            for one, group in zip(self.values, self.groups, strict=True)
+            {"group": place, "samples": one.samples, "fields": group}
+            for place, one, group in zip(self.places, self.values, self.groups, strict=True)
         ]
         return msgspec.json.encode(
             {"number": self.number, "run_id": run_id, "groups": groups, "texts": self.texts}, enc_hook=_as_list

@@ -26,6 +26,9 @@ _PART: Final = re.compile(r"\{(\w+)\}")
 _STEP_TIMES: Final = (names.TIME_STEP, names.TIME_FETCH, names.TIME_TRAIN, names.TIME_SYNC_WAIT)
 """Times that add up over steps; the others are those of the last publish, which several steps may repeat."""
 
+_OF_OTHERS: Final = ("eval/", "sft/")
+"""Names of environments and of atropos-sft, which have no metrics for Prometheus here."""
+
 STEPS: Final = Metric("steps_total", "counter", "Steps that this process has trained")
 TOKENS: Final = Metric("trained_tokens_total", "counter", "Tokens over which it has taken the loss")
 SECONDS: Final = Metric(
@@ -60,7 +63,7 @@ def spell(template: str) -> Spelling:
 def templates() -> tuple[str, ...]:
     """Return the names of `metric_names` that a trainer logs, the plain ones first: a family may match them too."""
     found = {value for name, value in vars(names).items() if name.isupper() and isinstance(value, str)}
-    found = {name for name in found if not name.startswith("eval/")}  # those are an environment's
+    found = {name for name in found if not name.startswith(_OF_OTHERS)}
     return tuple(sorted(found, key=lambda name: ("{" in name, name)))
 
 

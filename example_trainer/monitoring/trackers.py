@@ -18,7 +18,7 @@ from statistics import fmean, median
 from typing import Any, Protocol, TextIO
 
 from atropos_api.common import metric_names as names
-from atropos_api.common import wandb_run
+from atropos_api.common import trackio_run, wandb_run
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.files import write_whole
 from example_trainer.errors import TrainerError
@@ -129,34 +129,26 @@ class WandbTracker:
 
 
 class TrackioTracker:
-    """Logs to Trackio (`--use-trackio`); trackio itself reads `TRACKIO_SPACE_ID` and `TRACKIO_DIR`.
-
-    The project is that of `TRACKIO_PROJECT`. The run is found again by its name, which a resumed run keeps.
-    """
+    """Logs to Trackio (`--use-trackio`); a resumed run continues the run of its name."""
 
     def __init__(self, *, name: str, group: str, config: Mapping[str, Any]) -> None:
         try:
-            import trackio
+            self._run = trackio_run.begin_run(name, group=group, config=config)
         except ImportError as error:
             raise TrainerError("--use-trackio needs trackio: pip install trackio, or leave the flag out") from error
-        project = os.environ.get("TRACKIO_PROJECT") or wandb_run.DEFAULT_PROJECT
-        settings = json.loads(json.dumps(config, default=str))
-        try:
-            self._run = trackio.init(project=project, name=name, group=group, config=settings, resume="allow")
         except Exception as error:  # of a Space that cannot be reached, a login that is missing, a folder, a database
             cause = " ".join(str(error).split()).rstrip(".")
             raise TrainerError(
                 f"--use-trackio: trackio did not start a run ({cause}); unset TRACKIO_SPACE_ID to log on this machine, "
                 "or omit it"
             ) from error
-        self._alert: Callable[..., Any] | None = getattr(trackio, "alert", None)  # older ones have none
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
     def event(self, event: HealthEvent) -> None:
-        if self._alert is not None:
-            self._alert(title=event.sign, text=f"step {event.step}: {event.message}; {event.advice}")
+        if hasattr(self._run, "alert"):  # older ones have none
+            self._run.alert(event.sign, text=f"{event.message}; {event.advice}", step=event.step)
 
     def close(self) -> None:
         self._run.finish()

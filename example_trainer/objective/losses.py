@@ -33,6 +33,7 @@ from example_trainer.objective.surrogates import (
     dppo_keeps,
     dppo_losses,
     gmpo_losses,
+    m2po_losses,
     naive_losses,
     sapo_losses,
     vespo_losses,
@@ -61,6 +62,8 @@ class LossInputs:
     """Boolean: True where the sampled distribution was truncated (top-p or similar), so not the policy's own."""
     ages: Tensor | None = None
     """Age in steps of the policy version that sampled each token; negative where it is unknown."""
+    trusted: Tensor | None = None
+    """Boolean: False at tokens that `m2po` leaves out of its batch; None for other losses."""
     teacher_logprobs: Tensor | None = None
     """`[N, K]` logprobs of the teacher's tokens; -inf where there is none."""
     student_logprobs: Tensor | None = None
@@ -86,6 +89,7 @@ class LossSettings:
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
+    m2_threshold: float = 0.04
     tis_cap: float = 2.0
     tis_floor: float = 0.0
     log_ratio_clamp: float = 20.0
@@ -98,6 +102,7 @@ class LossSettings:
     staleness_decay: float = 1.0
     kl_coef: float = 0.0
     kl_estimator: KlEstimator = "k3"
+    kl_bias_correction: bool = False
     entropy_coef: float = 0.0
     distill: DistillForm = "none"
     distill_coef: float = 1.0
@@ -122,6 +127,8 @@ def loss_terms(inputs: LossInputs, settings: LossSettings) -> dict[str, Tensor]:
     """Return `[N]` losses by term: `policy` always; `kl`, `entropy` and `distill` if enabled and their inputs exist."""
     terms = {"policy": policy_losses(inputs, settings)}
     if settings.kl_coef and (divergence := reference_kl(inputs, settings)) is not None:
+        if settings.kl_bias_correction:
+            divergence = divergence * surrogate_log_ratios(inputs, settings).exp()
         terms["kl"] = settings.kl_coef * divergence
     if settings.entropy_coef:
         terms["entropy"] = -settings.entropy_coef * inputs.entropies.float()
@@ -215,6 +222,8 @@ def _soft_surrogate(inputs: LossInputs, logs: Tensor, settings: LossSettings) ->
         return dppo_losses(inputs.logprobs, logs.exp(), advantages, low=low, high=high, cap=cap)
     if settings.loss_type == "sapo":
         return sapo_losses(logs.exp(), advantages, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
+    if settings.loss_type == "m2po":
+        return m2po_losses(logs.exp(), advantages, inputs.trusted)
     if settings.loss_type == "gmpo":
         return gmpo_losses(logs, advantages, inputs.sequences, settings.clip_eps_low, settings.clip_eps_high)
     if settings.loss_type == "vespo":
@@ -311,6 +320,8 @@ class Targets:
     """Logprobs under the weights before the batch's first update, once the learner has computed them."""
     truncated_sampling: Tensor | None = None
     """Boolean, True where a group was sampled with top-p or similar; None if no group was."""
+    trusted: Tensor | None = None
+    """Boolean, False at tokens that `m2po` leaves out; None for other losses, and before it is known."""
     teacher_ids: Tensor | None = None
     """[N, K] token ids named by a teacher; None if no sequence has a teacher."""
     teacher_logprobs: Tensor | None = None

@@ -24,6 +24,7 @@ from example_trainer.objective.losses import (
     surrogate_log_ratios,
 )
 from example_trainer.objective.ratios import log_ratios, sequence_means
+from example_trainer.objective.surrogates import outward_squares
 
 
 def policy_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, float]:
@@ -32,6 +33,8 @@ def policy_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, floa
     logs = log_ratios(logprobs, rollout, settings.log_ratio_clamp)
     ratios = logs.exp()
     clipped = is_clipped(surrogate_log_ratios(inputs, settings).exp(), advantages, settings, logprobs=inputs.logprobs)
+    if inputs.trusted is not None:
+        clipped = ~inputs.trusted
     # A truncated weight still leaves a gradient; the clip and the mask leave none.
     weighed = settings.importance_sampling == "truncated" or settings.loss_type == "cispo"
     silenced = torch.zeros_like(clipped) if weighed else clipped
@@ -55,6 +58,10 @@ def policy_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, floa
     }
     if weights is not None:
         found[names.STALENESS_WEIGHT] = _mean(weights)
+    if inputs.trusted is not None:
+        squares, outward = outward_squares(logs, advantages)
+        found[names.SECOND_MOMENT] = _mean(squares[outward])
+        found[names.SECOND_MOMENT_KEPT] = _mean(squares[outward & inputs.trusted])
     return found | _mismatch_metrics(inputs, settings) | _reference_metrics(inputs, settings)
 
 

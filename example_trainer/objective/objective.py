@@ -16,9 +16,9 @@ per trained token; the trainer adds averaging, KL and entropy terms, and masks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,8 +29,9 @@ from example_trainer.errors import UnusableLoss
 from example_trainer.modeling.micro_batches import Row
 from example_trainer.objective.losses import LossInputs, LossSettings, OwnLoss, loss_terms
 from example_trainer.objective.metrics import policy_metrics
-from example_trainer.objective.ratios import KlController, teacher_credits
+from example_trainer.objective.ratios import KlController, log_ratios, teacher_credits
 from example_trainer.objective.reference_policy import Reference, Score
+from example_trainer.objective.surrogates import outward_squares, second_moment_cut
 from example_trainer.state import ObjectiveState
 
 if TYPE_CHECKING:
@@ -41,6 +42,15 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+
+Gather: TypeAlias = Callable[[Tensor], list[Tensor]]
+"""A function that returns the tensors of all ranks, of which each gives one."""
+
+
+def list_of_one(own: Tensor) -> list[Tensor]:
+    """Gather for a run of one rank."""
+    return [own]
 
 
 def load_own_loss(name: str) -> OwnLoss:
@@ -97,6 +107,7 @@ def loss_settings(config: ObjectiveOptions) -> LossSettings:
         vespo_lambda_pos=config.vespo_lambda_pos,
         vespo_k_neg=config.vespo_k_neg,
         vespo_lambda_neg=config.vespo_lambda_neg,
+        m2_threshold=config.m2_threshold,
         tis_cap=config.tis_cap,
         tis_floor=config.tis_floor,
         log_ratio_clamp=config.log_ratio_clamp,
@@ -107,6 +118,7 @@ def loss_settings(config: ObjectiveOptions) -> LossSettings:
         staleness_decay=config.staleness_decay,
         kl_coef=config.kl_coef,
         kl_estimator=config.kl_estimator,
+        kl_bias_correction=config.kl_bias_correction,
         entropy_coef=config.entropy_coef,
         distill=config.distill,
         distill_coef=config.distill_coef,
@@ -131,8 +143,11 @@ class Objective:
         self._warned = False
         self._scores_proximal = settings.old_logprobs == "recomputed" and several_updates
 
-    def prepare(self, rows: Sequence[Row], targets: Targets, score: Score) -> Targets:
-        """Return `targets` with the arrays needed before the batch's first update; each costs at most one forward."""
+    def prepare(self, rows: Sequence[Row], targets: Targets, score: Score, gather: Gather = list_of_one) -> Targets:
+        """Return `targets` with the arrays needed before the batch's first update; each costs at most one forward.
+
+        `gather` returns the arrays that all ranks give it.
+        """
         self.settings = replace(self.settings, kl_coef=self.kl.coefficient)
         if self.reference is not None:
             targets = replace(targets, reference_logprobs=self.reference.logprobs(rows, targets, score))
@@ -140,6 +155,8 @@ class Objective:
             self._warn_without_teacher()
         if self._scores_proximal:
             targets = replace(targets, proximal_logprobs=score(rows, targets))
+        if self.settings.loss_type == "m2po":
+            targets = replace(targets, trusted=self._trusted(rows, targets, score, gather))
         if self.settings.distill == "reverse_kl" and targets.teacher_ids is not None:
             assert targets.teacher_logprobs is not None
             credit = teacher_credits(
@@ -147,6 +164,15 @@ class Objective:
             )
             targets = replace(targets, advantages=targets.advantages + self.settings.distill_coef * credit)
         return targets
+
+    def _trusted(self, rows: Sequence[Row], targets: Targets, score: Score, gather: Gather) -> Tensor:
+        """Return a mask of the tokens that stay, by the second moment over the batch's tokens of all ranks."""
+        known = targets.proximal_logprobs
+        logprobs = score(rows, targets) if known is None else known
+        logs = log_ratios(logprobs, targets.rollout_logprobs, self.settings.log_ratio_clamp)
+        squares, outward = outward_squares(logs, targets.advantages)
+        everywhere = torch.cat(gather(squares[outward].cpu()))
+        return ~outward | (squares < second_moment_cut(everywhere, self.settings.m2_threshold))
 
     def _warn_without_teacher(self) -> None:
         if not self._warned:
@@ -176,6 +202,7 @@ class Objective:
             proximal_logprobs=_at(targets.proximal_logprobs, at),
             reference_logprobs=_at(targets.reference_logprobs, at),
             truncated_sampling=_at(targets.truncated_sampling, at),
+            trusted=_at(targets.trusted, at),
             ages=_at(targets.ages, at),
             teacher_logprobs=None if student is None else _at(targets.teacher_logprobs, at),
             student_logprobs=student,
@@ -193,6 +220,7 @@ class Objective:
                 sequences=targets.sequences,
                 proximal_logprobs=targets.proximal_logprobs,
                 ages=targets.ages,
+                trusted=targets.trusted,
                 reference_logprobs=targets.reference_logprobs if self.reference is not None else None,
             ),
             self.settings,

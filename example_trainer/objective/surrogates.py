@@ -45,10 +45,43 @@ def dppo_losses(logprobs: Tensor, ratios: Tensor, advantages: Tensor, *, low: fl
     """Return the DPPO loss with the binary total variation (Qi et al. 2026, arXiv 2602.04879; `dppo_tv` in verl).
 
     -min(r, cap) * A * log pi for tokens that `dppo_keeps`, without gradient through the weight. A ratio says little of
-    rare tokens: from 1e-5 to 1e-3 it is 100, and the distribution has hardly moved.
+    rare tokens: from 1e-5 to 1e-3 it is 100, and the distribution has hardly moved. The defaults are verl's: its script
+    for DPPO has thresholds of 0.15, and its loss a cap of 20. prime-rl's default loss has the same mask with 0.2, and
+    no cap.
     """
     keeps = dppo_keeps(logprobs, ratios, advantages, low, high)
     return weighted_losses(logprobs, ratios.detach().clamp(max=cap) * keeps, advantages)
+
+
+def outward_squares(logs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `[N]` squared log-ratios, and a mask of the tokens that their advantage pushes away from the sampler.
+
+    Those are the tokens that a clip can reach: r > 1 where A > 0, and r < 1 where A < 0.
+    """
+    logs = logs.detach()
+    return logs.square(), (advantages * logs) > 0
+
+
+def second_moment_cut(squares: Tensor, threshold: float) -> float:
+    """Return the value from which squares are left out so that the mean of the others is at most `threshold`.
+
+    The largest are left out first; squares equal to the first that must go, go with it. Infinite if all may stay.
+    """
+    ascending = squares.double().sort().values
+    means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=ascending.device)
+    kept = int((means <= threshold).sum())
+    return float(ascending[kept]) if kept < len(ascending) else float("inf")
+
+
+def m2po_losses(ratios: Tensor, advantages: Tensor, trusted: Tensor | None) -> Tensor:
+    """Return the M2PO loss (Zheng et al. 2025, arXiv 2510.01161): -r * A where a token is `trusted`, else 0.
+
+    Tokens that their advantage pushes away from the sampler are trusted up to `second_moment_cut`, all others always,
+    as in the paper and its authors' code (Infini-AI-Lab/M2PO, `kpo_clip_harmful_tokens`); AReaL's `m2_threshold` counts
+    all tokens. Ratios are not clipped, so that few tokens are lost however old the rollouts are.
+    """
+    losses = -ratios * advantages
+    return losses if trusted is None else losses * trusted
 
 
 def sapo_losses(ratios: Tensor, advantages: Tensor, positive: float, negative: float) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from atropos_api.common.identity import is_this_host
 from atropos_api.common.option_flags import flag
 from example_trainer.options.publish import SERVED_RANKS
 
@@ -20,6 +21,7 @@ BOUNDS_OF = {
     "cispo": "--cispo-cap",
     "dppo": "--clip-eps and --cispo-cap",
     "gmpo": "--clip-eps",
+    "m2po": "--m2-threshold",
     "sapo": "--sapo-temperature-pos and -neg",
     "vespo": "--vespo-k-pos and its like",
 }
@@ -145,6 +147,7 @@ def reason_to_refuse(config: TrainingOptions) -> str | None:
         _refuse_adapter_settings,
         _refuse_lora,
         _refuse_remote_restart,
+        _refuse_remote_host,
         _refuse_registered,
         _refuse_broadcast,
         refuse_objective,
@@ -254,6 +257,23 @@ def _refuse_remote_restart(config: TrainingOptions) -> str | None:
             "--registered-servers, which reload checkpoints"
         )
     return None
+
+
+def _refuse_remote_host(config: TrainingOptions) -> str | None:
+    if config.registered_servers or config.num_inference_nodes or config.mode.starts_missing_server:
+        return None
+    if is_this_host(config.vllm_host):
+        return None
+    mode, over_network = config.weight_bridge_mode, "--num-inference-nodes 1, which sends the weights to that server"
+    if config.mode.shares_memory:
+        return (
+            f"--vllm-host {config.vllm_host}: {mode} shares memory with a server on this host, and that is another "
+            f"one; add {over_network}, or use --weight-bridge-mode lora_only"
+        )
+    return (
+        f"--vllm-host {config.vllm_host}: mode {mode} starts its server on this host, and that is another one; use "
+        f"--weight-bridge-mode lora_only with a server that runs there, or shared_vllm with {over_network}"
+    )
 
 
 def _refuse_registered(config: TrainingOptions) -> str | None:

@@ -23,7 +23,7 @@ LOGIT_CHANGES: tuple[tuple[str, float | None], ...] = (
 """Fields of a model's configuration that change its logits after the head, each with the value that does not."""
 
 
-class ModelOptions(BaseModel):
+class LoadingOptions(BaseModel):
     """The model, its precision and its device."""
 
     model_name: str = Field(
@@ -44,11 +44,6 @@ class ModelOptions(BaseModel):
         description="Place of the optimizer's weights: fp32 on the model's device, fp32 in host "
         "memory, or none (the optimizer updates the served weights themselves, in bf16 with stochastic rounding).",
     )
-    forward_weights: Literal["auto", "views", "masters"] = Field(
-        "auto",
-        description="Weights that the forward reads in shared_vllm mode: the served tensors (views) or the "
-        "fp32 masters. auto: masters when publishes overlap or a batch has several steps.",
-    )
     train_layer_indices: str | None = Field(
         None, description="Train these layers only, full weights: 20-31, 0-3,28-31, top-25% or last-12."
     )
@@ -67,6 +62,16 @@ class ModelOptions(BaseModel):
         "it computes the same there, else eager.",
     )
     debug_loading: bool = Field(False, description="Log each tensor while the model is loaded.")
+
+
+class ModelOptions(LoadingOptions):
+    """The weights of the forward beside a server, and the check of memory."""
+
+    forward_weights: Literal["auto", "views", "masters"] = Field(
+        "auto",
+        description="Weights that the forward reads in shared_vllm mode: the served tensors (views) or the "
+        "fp32 masters. auto: masters when publishes overlap or a batch has several steps.",
+    )
     fit: Literal["check", "auto", "off"] = Field(
         "check",
         description="Before anything is loaded: check refuses a run that does not fit the GPU and names flags that do, "
@@ -104,20 +109,45 @@ class LoraOptions(BaseModel):
     )
 
 
-class BatchOptions(BaseModel):
-    """The size and layout of a training step."""
+class MicroBatchOptions(BaseModel):
+    """The micro-batches of a step, and the layout of sequences in them."""
+
+    batch_size: int = Field(
+        2,
+        ge=1,
+        description="Micro-batch size in sequences.",
+        json_schema_extra=aliases("mini_batch_size", "per_device_train_batch_size"),
+    )
+    gradient_accumulation_steps: int = Field(
+        32, ge=1, description="Micro-batches per step: a step trains batch-size times this."
+    )
+    pad_to: int | None = Field(
+        None,
+        ge=1,
+        description="Pad sequences to rows of a multiple of this length (64 in the published trainer), for models "
+        "that cannot pack; unset: pack them if the model computes packed rows correctly.",
+    )
+    token_budget: int | None = Field(
+        None, ge=1, description="Tokens per packed micro-batch; unset: batch-size x seq-len."
+    )
+    reshard_after_forward: bool = Field(
+        True,
+        description="With several ranks: free a layer's gathered weights between forward and backward; this takes less "
+        "memory and one more all-gather.",
+    )
+    logprob_chunk_tokens: int = Field(
+        1024, ge=1, description="Tokens per chunk of the logprob head; bounds its memory."
+    )
+
+
+class BatchOptions(MicroBatchOptions):
+    """The number and size of training steps."""
 
     training_steps: int = Field(
         10,
         ge=1,
         description="Training steps; batch n is step n.",
-        json_schema_extra=aliases("n_grpo_steps"),
-    )
-    batch_size: int = Field(
-        2, ge=1, description="Micro-batch size in sequences.", json_schema_extra=aliases("mini_batch_size")
-    )
-    gradient_accumulation_steps: int = Field(
-        32, ge=1, description="Micro-batches per step: a step trains batch-size times this."
+        json_schema_extra=aliases("n_grpo_steps", "max_steps"),
     )
     seq_len: int = Field(
         2048,
@@ -130,31 +160,14 @@ class BatchOptions(BaseModel):
         description="Treatment of a sequence longer than --seq-len: drop does not train on it, mask trains on its "
         "first --seq-len tokens.",
     )
-    pad_to: int | None = Field(
-        None,
-        ge=1,
-        description="Pad sequences to rows of a multiple of this length (64 in the published trainer), for models "
-        "that cannot pack; unset: pack them if the model computes packed rows correctly.",
-    )
-    token_budget: int | None = Field(
-        None, ge=1, description="Tokens per packed micro-batch; unset: batch-size x seq-len."
-    )
     epochs_per_batch: int = Field(
         1,
         ge=1,
         description="Passes over each batch.",
-        json_schema_extra=aliases("epochs_per_rollout_batch", "ppo_epochs"),
+        json_schema_extra=aliases("epochs_per_rollout_batch", "ppo_epochs", "num_iterations"),
     )
     mini_batches: int = Field(1, ge=1, description="Optimizer steps per pass over a batch.")
-    reshard_after_forward: bool = Field(
-        True,
-        description="With several ranks: free a layer's gathered weights between forward and backward; this takes less "
-        "memory and one more all-gather.",
-    )
     prefetch: bool = Field(True, description="Fetch batch n+1 while batch n trains.")
-    logprob_chunk_tokens: int = Field(
-        1024, ge=1, description="Tokens per chunk of the logprob head; bounds its memory."
-    )
 
 
 class OptimizerOptions(BaseModel):
@@ -176,6 +189,7 @@ class OptimizerOptions(BaseModel):
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
         description="Schedule of the rate after the warmup; linear and cosine end at 0 with the run's last step.",
+        json_schema_extra=aliases("lr_scheduler_type"),
     )
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warmup of the rate; 0 turns it off.")
     max_grad_norm: float = Field(1.0, ge=0.0, description="Clip the global gradient norm to this; 0 only measures it.")

@@ -22,6 +22,7 @@ LossType = Literal[
     "vespo",
     "gpg",
     "dppo",
+    "m2po",
     "reinforce_with_baseline",
     "no_baseline",
 ]
@@ -41,9 +42,21 @@ PUBLISHED_FORMS: Mapping[str, Mapping[str, object]] = {
     "sapo": {"loss_aggregation": "sequence"},
     "vespo": {"loss_aggregation": "token"},
     "gpg": {"loss_aggregation": "token", "advantage_norm": "none"},
-    "dppo": {"loss_aggregation": "token", "clip_eps": 0.15, "clip_eps_high": 0.15},
+    "dppo": {"loss_aggregation": "token", "clip_eps": 0.15, "clip_eps_high": 0.15, "cispo_cap": 20.0},
+    "m2po": {"loss_aggregation": "token"},
 }
 """Settings, besides the surrogate, that a loss type takes from its paper unless the user sets them."""
+
+NAMES_ELSEWHERE: Mapping[str, str] = {
+    "bnpo": "dapo, or grpo: TRL's bnpo divides by the tokens of one micro-batch, and here the whole step's are counted",
+    "clip_cov": "m2po or dppo, which also mask few tokens",
+    "dppo_kl": "dppo, whose divergence is the total variation",
+    "dppo_tv": "dppo",
+    "geo_mean": "gmpo",
+    "kl_cov": "m2po or dppo, which also mask few tokens",
+    "vanilla": "grpo",
+}
+"""Losses by their names in TRL and verl that are not names here, each with the nearest that is."""
 
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """A part of the user's own, named as `package.module:function`."""
@@ -68,7 +81,7 @@ class ObjectiveOptions(BaseModel):
         gt=0.0,
         description="Clip the probability ratio to [1-eps, 1+eps]; in gmpo its logarithm to [-eps, +eps]; in dppo mask "
         "tokens whose probability has moved by more than eps.",
-        json_schema_extra=aliases("cliprange", "clip_range", "clip_eps_low", "epsilon_low"),
+        json_schema_extra=aliases("cliprange", "clip_range", "clip_eps_low", "epsilon", "epsilon_low"),
     )
     clip_eps_high: float | None = Field(
         None,
@@ -77,7 +90,10 @@ class ObjectiveOptions(BaseModel):
         json_schema_extra=aliases("epsilon_high"),
     )
     dual_clip: float | None = Field(
-        3.0, gt=1.0, description="Bound on the ratio where the advantage is negative; None: off."
+        3.0,
+        gt=1.0,
+        description="Bound on the ratio where the advantage is negative; None: off.",
+        json_schema_extra=aliases("delta"),
     )
     cispo_cap: float = Field(5.0, gt=0.0, description="Upper bound of the weights of --loss-type cispo and dppo.")
     sapo_temperature_pos: float = Field(
@@ -96,6 +112,12 @@ class ObjectiveOptions(BaseModel):
     vespo_k_neg: float = Field(3.0, ge=0.0, description="Power k in that weight where the advantage is negative.")
     vespo_lambda_neg: float = Field(
         2.0, gt=0.0, description="Decay lambda in that weight where the advantage is negative."
+    )
+    m2_threshold: float = Field(
+        0.04,
+        gt=0.0,
+        description="Bound of --loss-type m2po on the mean squared log-ratio, policy to sampler, of the tokens that "
+        "their advantage pushes away from the sampler; those with the largest are masked.",
     )
     tis_cap: float = Field(
         2.0, gt=0.0, description="Upper bound of importance weights: of --importance-sampling or --mismatch-correction."
@@ -137,6 +159,12 @@ class ObjectiveOptions(BaseModel):
         json_schema_extra=aliases("beta", "kl_beta"),
     )
     kl_estimator: Literal["k1", "k3"] = Field("k3", description="Estimator of that divergence at a sampled token.")
+    kl_bias_correction: bool = Field(
+        False,
+        description="Multiply that estimate by the surrogate's ratio, so that its mean and gradient are those of the "
+        "divergence on tokens that an older policy sampled.",
+        json_schema_extra=aliases("use_bias_correction_kl"),
+    )
     target_kl: float | None = Field(
         None, gt=0.0, description="Adapt --kl-coef after each batch so that the divergence approaches this value."
     )
@@ -152,7 +180,10 @@ class ObjectiveOptions(BaseModel):
         "start, or the base without the adapter in adapter modes.",
     )
     ref_update_interval: int = Field(
-        0, ge=0, description="Make the current policy the new reference every N steps; 0: never."
+        0,
+        ge=0,
+        description="Make the current policy the new reference every N steps; 0: never.",
+        json_schema_extra=aliases("ref_model_sync_steps"),
     )
     entropy_coef: float = Field(
         0.0,
@@ -172,7 +203,9 @@ class ObjectiveOptions(BaseModel):
         "or over sequences of token sums divided by --seq-len.",
     )
     advantage_norm: Literal["none", "group", "batch"] = Field(
-        "group", description="Divide centred rewards by the std of the group or of the batch; none: do not divide."
+        "group",
+        description="Divide centred rewards by the std of the group or of the batch; none: do not divide.",
+        json_schema_extra=aliases("scale_rewards"),
     )
     advantage_std: Literal["sample", "population"] = Field(
         "sample",
@@ -206,6 +239,8 @@ class ObjectiveOptions(BaseModel):
     @field_validator("loss_type")
     @classmethod
     def _check_loss_type(cls, value: str) -> str:
+        if value in NAMES_ELSEWHERE:
+            raise ValueError(f"{value} is not a loss type here; use {NAMES_ELSEWHERE[value]}")
         known = get_args(LossType)
         if value in known or IMPORT_PATH.fullmatch(value):
             return value

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from example_trainer.options.modes import MODES
+from example_trainer.options.objective import SEQUENCE_RATIO_LOSSES
 
 PresetName = Literal[
     "recommended",
@@ -200,6 +201,7 @@ def _under(preset: Preset, given: Mapping[str, Any]) -> dict[str, Any]:
 
 ENVIRONMENT_OPTIONS: Mapping[str, str] = {
     "group_size": "env.group_size",
+    "num_generations": "env.group_size",
     "eval_steps": "env.steps_per_eval",
     "data_path": "env.data_path",
     "val_data_path": "env.val_data_path",
@@ -231,12 +233,18 @@ class CourseOptions(BaseModel):
         None, exclude=True, description="true: --advantage-norm group; false: --advantage-norm none."
     )
 
+    importance_sampling_level: Literal["token", "sequence"] | None = Field(
+        None, exclude=True, description="TRL's name for the level of the ratio. sequence: --loss-type gspo."
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _translate(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
         given = {name: value for name, value in values.items() if value is not None or name not in _OWN}
+        if given.pop("importance_sampling_level", None) == "sequence":
+            given["loss_type"] = _at_sequence_level(given.get("loss_type", "grpo"))
         normalised = given.pop("use_std_normalization", None)
         if normalised is not None:
             given["advantage_norm"] = "group" if _is_true(normalised) else "none"
@@ -316,6 +324,15 @@ def _positive(name: str, value: Any) -> int | None:
     if number < 1:
         raise ValueError(f"--{name.replace('_', '-')} {value}: a whole number of at least 1 is needed")
     return number
+
+
+def _at_sequence_level(loss_type: str) -> str:
+    """Return the loss whose ratio is a sequence's: that of `grpo` is `gspo`."""
+    if loss_type in SEQUENCE_RATIO_LOSSES:
+        return loss_type
+    if loss_type == "grpo":
+        return "gspo"
+    raise ValueError(f"--importance-sampling-level sequence: --loss-type {loss_type} has a ratio a token; use gspo")
 
 
 def _is_true(value: Any) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
 from atropos_api.common.identity import Address, Host, split_address
 from atropos_api.common.secrets import SECRET
 from example_trainer.options.modes import MODES, BridgeMode, Mode
+from example_trainer.options.vllm_settings import checked_settings
 
 THIS_HOST = frozenset({"127.0.0.1", "localhost", "::1"})
 """Values of `--vllm-host` under which the inference server is on this host."""
@@ -32,7 +33,11 @@ class PublishOptions(BaseModel):
         "lora_only sends adapters to the running server, lora_restart writes an adapter and none a checkpoint, with "
         "which the server is started again.",
     )
-    vllm_host: Host = Field("127.0.0.1", description="Host of the vLLM server.")
+    vllm_host: Host = Field(
+        "127.0.0.1",
+        description="Host of the vLLM server, and the address at which one that is started here listens. In lora_only "
+        "it may be another machine, whose server must run already.",
+    )
     vllm_port: int = Field(9001, ge=1, le=65535, description="Port of the vLLM server.")
     vllm_config_path: str = Field(
         "auto",
@@ -97,6 +102,11 @@ class PublishOptions(BaseModel):
         "logprobs agree less closely.",
     )
     vllm_enable_sleep_mode: bool = Field(False, description="Enable vLLM's sleep mode.")
+    vllm_settings: dict[str, Any] = Field(
+        {},
+        description="Further options of the vLLM server that trainer or launcher starts, as vLLM names them: "
+        "max_num_seqs=64 kv_cache_dtype=fp8, or JSON. The section vllm: of a run file is the same.",
+    )
     bridge_token: str | None = Field(
         None,
         description="Token for the server's state-changing routes; unset: the manifest's or $ATROPOS_BRIDGE_TOKEN.",
@@ -125,6 +135,11 @@ class PublishOptions(BaseModel):
     alignment_sample_sequences: int = Field(
         16, ge=0, description="Sequences sampled per step for comparing logprobs with older versions."
     )
+
+    @field_validator("vllm_settings", mode="before")
+    @classmethod
+    def _check_vllm_settings(cls, value: object) -> object:
+        return checked_settings(value)
 
     @field_validator("broadcast_address")
     @classmethod

@@ -1,7 +1,7 @@
 """`TrainingOptions`: all sections of the trainer's options in one flat model, and the values derived from them.
 
-`RunOptions` (addresses, directories, checkpoints), `TrackingOptions` (reporting of metrics) and `ObservabilityOptions`
-are defined here.
+`RunOptions` (addresses, directories, checkpoints), `LoggingOptions` (reporting of metrics), `TrackingOptions` (signs of
+trouble) and `ObservabilityOptions` are defined here.
 
 `conflicts.py` checks these options; `config.TrainingConfig` is this model with that check. It loads no torch.
 """
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from atropos_api.common.identity import Address
+from atropos_api.common.identity import Address, is_this_host
 from atropos_api.common.observability import LogForm, MetricsHost, MetricsPort, TracesEndpoint
 from atropos_api.common.option_flags import aliases
 from atropos_api.common.secrets import SECRET
@@ -22,7 +22,7 @@ from example_trainer.monitoring.health import ANY_SIGN, parse_limits, sign_names
 from example_trainer.options.model import BatchOptions, LoraOptions, ModelOptions, OptimizerOptions
 from example_trainer.options.objective import ObjectiveOptions
 from example_trainer.options.presets import CourseOptions, PresetOptions
-from example_trainer.options.publish import SYNC_CHECKS, THIS_HOST, PublishOptions, versions_kept
+from example_trainer.options.publish import SYNC_CHECKS, PublishOptions, versions_kept
 from example_trainer.options.without_effect import settings_without_effect
 
 MOST_SERVERS = 512
@@ -30,12 +30,24 @@ LARGEST_SEED = 2**32 - 1
 """The largest seed that every library accepts."""
 
 
-class RunOptions(BaseModel):
+class ProcessOptions(BaseModel):
+    """The trainer processes of a run."""
+
+    trainer_rank: int = Field(0, ge=0, description="Rank of this trainer process.")
+    world_size: int = Field(1, ge=1, description="Number of trainer processes.")
+    init_method: str = Field(
+        "env://", description="Address at which the trainer processes meet, as torch.distributed takes it."
+    )
+
+
+class RunOptions(ProcessOptions):
     """The run: its name, directories, connections and checkpoints."""
 
     name: str = Field("grpo", min_length=1, description="Name of the run.")
     run_dir: Path | None = Field(
-        None, description="Run directory; unset: runs/<name>-<time>. Holds metrics and checkpoints."
+        None,
+        description="Run directory; unset: runs/<name>-<time>. Holds metrics and checkpoints.",
+        json_schema_extra=aliases("output_dir"),
     )
     save_path: Path | None = Field(
         None,
@@ -44,7 +56,9 @@ class RunOptions(BaseModel):
     )
     log_dir: Path | None = Field(None, description="Log directory; unset: logs in the run directory.")
     seed: int = Field(0, ge=0, le=LARGEST_SEED, description="Seed of everything random in the trainer.")
-    checkpoint_interval: int = Field(3, ge=0, description="Checkpoint every N steps; 0: at the end only.")
+    checkpoint_interval: int = Field(
+        3, ge=0, description="Checkpoint every N steps; 0: at the end only.", json_schema_extra=aliases("save_steps")
+    )
     checkpoint_names: Literal["plain", "cs336"] = Field(
         "plain",
         description="cs336: also link the checkpoints as checkpoint_step_N and final_model, the course's names.",
@@ -58,7 +72,9 @@ class RunOptions(BaseModel):
         ge=0,
         description="Trained tokens of each step whose values the page shows and trained.jsonl has; 0: none.",
     )
-    keep_last: int = Field(0, ge=0, description="Keep the last K checkpoints; 0 keeps all.")
+    keep_last: int = Field(
+        0, ge=0, description="Keep the last K checkpoints; 0 keeps all.", json_schema_extra=aliases("save_total_limit")
+    )
     resume: str | None = Field(None, description="auto (newest checkpoint, if any) or the path of a checkpoint.")
     atropos_url: Address = Field("http://localhost:8000", description="URL of the broker (run-api).")
     atropos_token: str | None = Field(
@@ -81,17 +97,12 @@ class RunOptions(BaseModel):
     )
     wait_timeout: float = Field(600.0, gt=0.0, description="Seconds to wait for the broker or vLLM to come up.")
     batch_timeout: float = Field(3600.0, gt=0.0, description="Seconds to wait for environments to fill one batch.")
-    trainer_rank: int = Field(0, ge=0, description="Rank of this trainer process.")
-    world_size: int = Field(1, ge=1, description="Number of trainer processes.")
     trainer_tensor_parallel_size: int = Field(
         1,
         ge=1,
         description="Number of trainer processes that divide each layer (tensor parallelism) and train the same rows; "
         "--world-size is a multiple of it.",
         json_schema_extra=aliases("actor_tp_size"),
-    )
-    init_method: str = Field(
-        "env://", description="Address at which the trainer processes meet, as torch.distributed takes it."
     )
     num_inference_nodes: int = Field(
         0,
@@ -104,7 +115,7 @@ class RunOptions(BaseModel):
     )
 
 
-class TrackingOptions(BaseModel):
+class LoggingOptions(BaseModel):
     """The reporting of metrics; metrics.jsonl is always written."""
 
     use_wandb: bool = Field(False, description="Log to Weights & Biases; --wandb-project does so too.")
@@ -115,6 +126,19 @@ class TrackingOptions(BaseModel):
         False, description="Log to Trackio, on this machine or to the Space of $TRACKIO_SPACE_ID; needs trackio."
     )
     tensorboard: bool = Field(False, description="Write TensorBoard event files into the run directory.")
+    benchmark: bool = Field(False, description="Log a summary of times and rates at the end.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _log_to_a_named_project(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or not values.get("wandb_project"):
+            return values
+        return {"use_wandb": True, **values}
+
+
+class TrackingOptions(LoggingOptions):
+    """The signs of trouble that are watched for."""
+
     stop_on: list[str] | None = Field(
         None,
         description="End the run, with a checkpoint and exit code 3, when a sign of trouble appears: health for any, "
@@ -125,14 +149,6 @@ class TrackingOptions(BaseModel):
         description="Other limits of those signs, as name=value: mean_ratio=0.7-1.3 kl=2 reward_drop=inf "
         "(docs/reference/metrics.md lists them); a mapping in a file.",
     )
-    benchmark: bool = Field(False, description="Log a summary of times and rates at the end.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _log_to_a_named_project(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping) or not values.get("wandb_project"):
-            return values
-        return {"use_wandb": True, **values}
 
     @field_validator("stop_on")
     @classmethod
@@ -232,12 +248,29 @@ class TrainingOptions(
         """Number of the policy's servers that run here, as far as they are not said to run elsewhere."""
         if self.registered_servers:
             return 0 if self.start_vllm == "never" else max(1, self.num_inference_nodes)
+        if self.uses_remote_server:
+            return 0
         return self.num_inference_nodes if self.broadcasts else 1
+
+    @property
+    def uses_remote_server(self) -> bool:
+        """True if the one server is on another machine, which `lora_only` alone allows; it must run already."""
+        is_addressed = not self.registered_servers and not self.num_inference_nodes
+        return self.mode.starts_missing_server and is_addressed and not is_this_host(self.vllm_host)
+
+    @property
+    def may_start_server(self) -> bool:
+        """True if the trainer starts a server of its own: always, or in `lora_only` if none answers."""
+        if not self.servers_outlive_publish:
+            return True
+        starts_missing = self.mode.starts_missing_server and self.start_vllm == "auto"
+        is_addressed = bool(self.num_inference_nodes) or self.registered_servers or self.uses_remote_server
+        return starts_missing and not is_addressed
 
     @property
     def serves_here(self) -> bool:
         """True if the inference servers are on this host."""
-        addressed = self.vllm_host in THIS_HOST and not self.inference_urls
+        addressed = is_this_host(self.vllm_host) and not self.inference_urls
         return self.shares_memory or (addressed and self.local_servers > 0)
 
     @property

@@ -25,6 +25,7 @@ SERVER_FIELDS = (
     "vllm_quantization",
     "vllm_head_dtype",
     "vllm_enable_sleep_mode",
+    "vllm_settings",
 )
 """Options that the program that starts the server uses: the trainer in some modes, the launcher in the others."""
 
@@ -69,6 +70,8 @@ def _mode_rules(config: TrainingOptions, is_launched: bool, used: Collection[str
     who_starts = "the launcher starts it" if is_launched else "only lora_only starts a server where none answers"
     if config.registered_servers:
         who_starts = "the trainer starts no registered server"
+    elif config.uses_remote_server:
+        who_starts = f"nobody starts one on {config.vllm_host} from here"
     spaced = not mode.server_outlives_publish or mode.interval_if_set
     yield _Rule("vllm_restart_interval", spaced, "each step is published")
     yield _Rule("in_flight", shares, restarts)
@@ -83,16 +86,15 @@ def _mode_rules(config: TrainingOptions, is_launched: bool, used: Collection[str
     yield _Rule("restart_method", not mode.server_outlives_publish, "the server is not restarted")
     replaces = not outlives and config.restart_method == "restart"
     yield _Rule("standby_server", replaces, "the server is not replaced")
-    if_missing = mode.starts_missing_server and not nodes and addressed
+    if_missing = mode.starts_missing_server and not nodes and addressed and not config.uses_remote_server
     counted = _checks_memory(config) and "gpu_memory_utilization" in config.model_fields_set
     local = config.registered_servers and (is_launched or counted)
     yield _Rule("start_vllm", (if_missing and not is_launched) or local, who_starts)
     for field in ("broadcast_backend", "broadcast_address"):
         yield _Rule(field, config.broadcasts, "weights are broadcast in shared_vllm with several servers")
     yield _Rule("bridge_token", outlives, "the trainer starts the server itself, with a token of its own")
-    starts = not outlives or (if_missing and config.start_vllm == "auto")
     for field in SERVER_FIELDS:
-        counts = starts or field in used or field in _counted_for_memory(config)
+        counts = config.may_start_server or field in used or field in _counted_for_memory(config)
         yield _Rule(field, counts, "the trainer starts no server; give it to the server")
 
 
@@ -138,7 +140,8 @@ def _objective_rules(config: TrainingOptions) -> Iterator[_Rule]:
         yield from _rule_for_all(
             own, config.loss_type in users or config.has_own_loss, f"add --loss-type {' or '.join(sorted(users))}"
         )
-    yield _Rule("kl_estimator", config.kl_coef > 0, "add --kl-coef")
+    yield _Rule("m2_threshold", config.loss_type == "m2po" or config.has_own_loss, "add --loss-type m2po")
+    yield from _rule_for_all(("kl_estimator", "kl_bias_correction"), config.kl_coef > 0, "add --kl-coef")
     yield _Rule("kl_adapt_rate", config.target_kl is not None, "add --target-kl")
     raw = config.loss_type == "no_baseline"
     yield _Rule("advantage_norm", not raw, "--loss-type no_baseline takes the rewards as they are")

@@ -14,6 +14,7 @@ import select
 import socket
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,39 +117,56 @@ class Descendant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostProcess:
-    """A long-lived process of a child that vanished while the child kept running."""
+    """A long-lived process of a child that vanished while the child kept running, or the node that the child was on."""
 
     title: str
+    """The words that follow "it lost"."""
     noticed_at: float
-    size_before: int
+    size_before: int = 0
 
 
 @dataclass(kw_only=True, slots=True)
-class Child:
-    """A started program."""
+class SupervisedProgram(ABC):
+    """A program that a supervisor has started, on this machine or another."""
 
     spec: ChildSpec
-    process: subprocess.Popen[bytes]
-    handle: psutil.Process
     log_path: Path
     started_at: float
     restarted: int = 0
     """The number of restarts that led to this process."""
     descendants: dict[psutil.Process, Descendant] = field(default_factory=dict)
+    """The processes that it has started, as far as they run on this machine."""
     loss: LostProcess | None = None
+
+    @property
+    @abstractmethod
+    def exit_code(self) -> int | None:
+        """Return its exit code, or None while it runs."""
 
     @property
     def name(self) -> str:
         return self.spec.name
 
     @property
-    def exit_code(self) -> int | None:
-        return self.process.poll()
-
-    @property
     def has_failed(self) -> bool:
         code = self.exit_code
         return code is not None and not (code == 0 and self.spec.ends_by_itself)
+
+    def last_lines(self, count: int = SHOWN_LINES) -> list[str]:
+        """Return the last lines of its log."""
+        return last_lines(self.log_path, count)
+
+
+@dataclass(kw_only=True, slots=True)
+class Child(SupervisedProgram):
+    """A program that runs as a child of this process."""
+
+    process: subprocess.Popen[bytes]
+    handle: psutil.Process
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.poll()
 
     def is_broken(self, now: float) -> bool:
         """Return True if it runs without a process that it had and did not replace (a pool may replace its workers)."""
@@ -157,10 +175,6 @@ class Child:
         if len(self.descendants) >= self.loss.size_before:
             self.loss = None
         return self.loss is not None
-
-    def last_lines(self, count: int = SHOWN_LINES) -> list[str]:
-        """Return the last lines of its log."""
-        return last_lines(self.log_path, count)
 
 
 class ServerProcess:

@@ -106,14 +106,16 @@ def mapped_files(pid: int, root: Path = SHARED_MEMORY) -> set[str]:
 
 
 GRACE_SECONDS = 3.0
+DETACHED = "--detached"
 
 
 class Guardian:
     """The launcher's side: starts the guardian process and sends it what to clean up."""
 
-    def __init__(self, *, mark: str, temporary_dir: str) -> None:
+    def __init__(self, *, mark: str, temporary_dir: str, detached: bool = False) -> None:
+        """`detached` is for a launcher whose own starter kills its child processes: the guardian is then none."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-m", __name__, *([DETACHED] if detached else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -169,4 +171,6 @@ def keep_watch(pipe: IO[str]) -> int:
 
 if __name__ == "__main__":
     os.chdir("/")
+    if DETACHED in sys.argv and os.fork():
+        os._exit(0)
     sys.exit(keep_watch(sys.stdin))

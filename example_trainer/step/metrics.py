@@ -139,6 +139,8 @@ class PreparedBatch:
     """Metrics of the whole batch."""
     groups: Sequence[Group]
     """The groups of `training`, as they were sent."""
+    places: Sequence[int]
+    """The index of each of these groups in the whole batch."""
     traceparents: tuple[str, ...] = ()
     """The spans of the whole batch's traced groups, as their environments handed them on."""
 
@@ -155,7 +157,12 @@ def describe(batch: Batch, training: TrainingBatch) -> PreparedBatch:
     traces = (traceparent_of(group.generation_params) for group in batch.groups)
     traceparents = tuple(traceparent for traceparent in traces if traceparent is not None)
     return PreparedBatch(
-        training=training, whole=training, metrics=metrics, groups=batch.groups, traceparents=traceparents
+        training=training,
+        whole=training,
+        metrics=metrics,
+        groups=batch.groups,
+        places=range(len(batch.groups)),
+        traceparents=traceparents,
     )
 
 

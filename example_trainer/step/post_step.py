@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 from atropos_api.common.secrets import public_settings
 from atropos_api.common.tracing import Span, current_span
 from example_trainer.api import BackgroundCall, BrokerSession
-from example_trainer.checkpointing import link_as_course, note_begun, remembered, save_checkpoint
+from example_trainer.checkpointing import note_begun, remembered
 from example_trainer.modeling.side_streams import SideStream
-from example_trainer.state import ObjectiveState, Phases, Progress, RandomState, Stateful, TrainerState, random_state
+from example_trainer.state import ObjectiveState, Phases, Progress, RandomState, TrainerState, random_state
+from example_trainer.step.save import save_from_all_ranks
 
 if TYPE_CHECKING:
     from example_trainer.config import TrainingConfig
@@ -233,43 +234,10 @@ class PostStep:
 
     def _save(self, state: TrainerState, random: RandomState, objective: ObjectiveState) -> None:
         with self._phases.during("checkpoint"):
-            self._save_now(state, random, objective)
-
-    def _save_now(self, state: TrainerState, random: RandomState, objective: ObjectiveState) -> None:
-        learner = self._learner
-        optimizer, objective = _whole_state(learner, objective)
-        if learner.ranks.world_size > 1:
-            random = random | {"ranks": learner.ranks.gather(random)}
-        with learner.policy.gathered():
-            learner.ranks.on_main(partial(self._write, state, optimizer, random, objective))
+            save_from_all_ranks(self._config, self._learner, state, random, objective)
         self._progress.checkpointed = state.step
-
-    def _write(self, state: TrainerState, optimizer: Stateful, random: RandomState, objective: ObjectiveState) -> None:
-        config = self._config
-        path = save_checkpoint(
-            config.checkpoint_root,
-            state,
-            self._learner.policy,
-            optimizer,
-            random,
-            objective=objective,
-            keep_last=config.keep_last,
-        )
-        logger.info("wrote %s", path)
-        if config.checkpoint_names == "cs336":
-            last = state.step == config.training_steps
-            link_as_course(config.checkpoint_root, final=path.name if last else None)
 
 
 def _within(context: AbstractContextManager[None], work: Callable[[], None]) -> None:
     with context:
         work()
-
-
-def _whole_state(learner: Learner, objective: ObjectiveState) -> tuple[Stateful, ObjectiveState]:
-    """Return optimizer and objective state for a checkpoint, gathered from all ranks if the policy is sharded."""
-    if not learner.policy.is_sharded:
-        return learner.optimizer, objective
-    from example_trainer.modeling.shards import WholeState, whole
-
-    return WholeState(learner.optimizer), whole(objective, keep=learner.ranks.is_main)

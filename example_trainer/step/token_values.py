@@ -51,6 +51,7 @@ def record_batch(
         number=batch.number,
         values=[GroupValues(group=index, samples=samples) for index, samples in by_group.items()],
         groups=kept,
+        places=[training.prepared.places[index] for index in by_group],
         texts=texts.of(int(token) for group in kept for tokens in group.tokens for token in tokens),
         rank=rank,
         world_size=world_size,

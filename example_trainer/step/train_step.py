@@ -15,7 +15,7 @@ from atropos_api.wire import Batch
 from example_trainer.checkpointing import restore
 from example_trainer.data import data_settings, prepare_batch
 from example_trainer.distributed.ranks import Ranks
-from example_trainer.group_sequences import leave_out_absent
+from example_trainer.group_sequences import find_places, leave_out_absent
 from example_trainer.modeling.kernels import install_kernels
 from example_trainer.modeling.model_support import choose_layout
 from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
@@ -83,7 +83,7 @@ class TrainStep:
         whole, absent = leave_out_absent(whole)
         share = prepare_batch(batch, settings, whole=whole)
         prepared = describe(whole, prepare_batch(whole, settings, absent=absent))
-        return replace(prepared, training=share, groups=batch.groups)
+        return replace(prepared, training=share, groups=batch.groups, places=find_places(batch.groups, whole.groups))
 
     def begin(self, prepared: PreparedBatch, should_stop: Callable[[], bool] = lambda: False) -> StepTraining:
         """Score the tokens that older policy versions sampled, and make the batch's mini-batches."""

@@ -59,12 +59,11 @@ class LoraOnlyBridge(WeightBridge):
         `adapters_dir` is the directory to which adapters are written for a server that only takes files. `vllm`
         are the options of the trainer's own server in place of the configuration's.
         """
-        starts = config.start_vllm == "auto" and not config.num_inference_nodes
         self._config = config
         self._options = policy_options(config)
         self._url = url or config.server_urls[0]
         self._adapters_dir = adapters_dir
-        self._vllm = vllm or (own_server(config) if starts else None)
+        self._vllm = vllm or (own_server(config) if config.may_start_server else None)
         """Options to start a server with if none answers; None: wait for one."""
         self._policy: Policy | None = None
         self._server: AdapterServer | None = None

@@ -27,6 +27,7 @@ from example_trainer.model import load_policy
 from example_trainer.modeling.loading import MasterWeights, PolicyOptions, name_of
 from example_trainer.modeling.policy import Policy
 from example_trainer.options.training_options import TrainingOptions
+from example_trainer.options.vllm_settings import MEMORY_SETTINGS
 from example_trainer.vllm_manager import VllmOptions
 from example_trainer.weight_protocol.base_record import BaseRecord, read_base_record
 
@@ -172,8 +173,11 @@ def _check_space(directory: Path, needed_bytes: int) -> None:
 
 def own_server(config: TrainingOptions) -> VllmOptions:
     """Return the options of a server that the trainer starts, with the cache that leaves it room on a shared GPU."""
+    own = VllmOptions.of(config)
+    if not MEMORY_SETTINGS.isdisjoint(config.vllm_settings):
+        return own
     cache = cache_on_shared_gpu(config, share=config.gpu_memory_utilization, beside_server=False)
-    return VllmOptions.of(config).with_settings(kv_cache_memory_bytes=cache)
+    return own.with_settings(kv_cache_memory_bytes=cache)
 
 
 def fitted(vllm: VllmOptions, policy: Policy) -> VllmOptions:

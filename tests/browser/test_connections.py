@@ -102,7 +102,7 @@ def test_the_next_tab_takes_over_when_the_one_with_the_stream_is_closed(browser:
         streams.wait_for(1)
 
 
-def test_a_hidden_tab_reads_no_stream_and_is_up_to_date_when_it_is_looked_at(
+def test_a_hidden_tab_reads_no_stream_keeps_its_title_and_is_up_to_date_when_it_is_looked_at(
     browser: Browser, streams: Streams
 ) -> None:
     with served_broker() as url, BrokerClient(url) as client:
@@ -117,6 +117,8 @@ def test_a_hidden_tab_reads_no_stream_and_is_up_to_date_when_it_is_looked_at(
         run.step(2)
         time.sleep(2.0)
         assert "v2" not in page.text()
+        page.run("{ const now = Date.now; Date.now = () => now() + 31000 }")
+        page.wait("document.title.startsWith('2 ')", seconds=30)
         assert streams.open == 0
         page.run(hide.replace("HIDDEN", "false") + changed)
         page.wait("document.body.innerText.includes('v2')", seconds=8)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from atropos_api.client import BrokerClient
 from atropos_api.testing import served_broker
-from atropos_api.wire import EnvironmentRequest
-from atropos_api.wire.reports import StepMetrics, TokenReport
+from atropos_api.wire import EnvironmentRequest, FleetReport, PolicyUpdate, ServerReport
+from atropos_api.wire.reports import OpenRollout, RunReport, StepMetrics, TokenReport, WaitingMember
 from tests.stalls import STALLS, stalled_run
 
 from .chromium import Browser, Page
@@ -95,6 +97,66 @@ def test_a_planted_stall_is_told_in_words_on_its_edge_within_ten_seconds(page: P
             assert len(headline.split()) > 4
             marked = page.run("[...document.querySelectorAll('.edge:not(.ok)')].map((one) => one.dataset.edge)")
             assert marked == [edge]
+            page.wait("document.title.startsWith('blocked: ')", seconds=30)
+        page.open("about:blank")
+
+
+def test_the_slowest_open_groups_are_told_with_what_each_unfinished_rollout_waits_for(page: Page) -> None:
+    with served_broker() as own, BrokerClient(own) as client, stalled_run(client) as stalled:
+        waiting = [WaitingMember(member=3, last_event="tool python: running", seconds=88.0)]
+        late = OpenRollout(name="Natalia sold clips", seconds=90.0, done=3, wanted=4, waiting=waiting)
+        soon = OpenRollout(name="An ordinary one", seconds=7.0, done=1, wanted=4, last_event="request")
+        stalled.report(open_rollouts=2, open_requests=1, usual_seconds=6.0, slowest=[soon, late])
+        show(page, own)
+        page.wait("document.querySelectorAll('.slowest tbody tr').length === 2")
+        first, second = texts(page, ".slowest tbody tr")
+        for told in (
+            "Natalia sold clips",
+            "3 of 4",
+            r"6 s: [\d.]+ times that",
+            r"rollout 3: tool python: running, \d+ s ago",
+        ):
+            assert re.search(told, first), first
+        assert "An ordinary one" in second
+        page.open("about:blank")
+
+
+def test_the_load_of_each_registered_server_is_shown(page: Page) -> None:
+    with served_broker() as own, BrokerClient(own) as client, stalled_run(client) as stalled:
+        for name, waiting, free in (("gpu-1", 0, 0.9), ("gpu-2", 12, 0.04)):
+            report = ServerReport(
+                lease_id=f"lease-of-{name}", boot_id="b", mode="weights", port=9001, version=7,
+                running=64, waiting=waiting, kv_free=free,
+            )  # fmt: skip
+            client.renew_server(name, report)
+        proven = ["lease-of-gpu-1", "lease-of-gpu-2"]
+        run = stalled.run
+        client.update_policy(
+            PolicyUpdate(run_id=run.run_id, version=2, step=0, published_at=1.0, epoch=run.epoch, servers=proven)
+        )
+        show(page, own)
+        page.wait("document.querySelector('.chain').innerText.includes('12 wait inside, least free KV cache 4 %')")
+        show(page, own, "#view=parts")
+        page.wait("document.querySelectorAll('table').length > 1")
+        row = next(one for one in texts(page, "tbody tr") if one.startswith("gpu-2"))
+        for told in ("serving", "7", "64", "12", "4 %", "ago"):
+            assert told in row
+        page.open("about:blank")
+
+
+def test_the_parts_show_how_many_servers_a_launcher_runs_and_how_many_are_wanted(page: Page) -> None:
+    with served_broker() as own, BrokerClient(own) as client:
+        report = FleetReport(launcher_id="launcher-1", wanted=1, running=1, least=1, most=4)
+        client.renew_fleet("run-1", report)
+        show(page, own, "#view=parts")
+        page.wait("document.querySelector('main').innerText.includes('run-1')")
+        client.scale_fleet("run-1", 3)
+        page.wait("document.querySelector('main').innerText.includes('3 (asked for)')", seconds=8)
+        followed = msgspec.structs.replace(report, wanted=2, request=1, running=2, note=HOSTILE)
+        client.renew_fleet("run-1", followed)
+        page.wait("document.querySelector('main').innerText.includes('<script>')", seconds=8)
+        assert "asked for" not in page.text()
+        assert page.run("window.hacked === undefined")
         page.open("about:blank")
 
 
@@ -247,6 +309,23 @@ def test_runs_are_drawn_over_each_other(page: Page) -> None:
         keys = page.wait("document.querySelector('.chart .keys').innerText")
         assert "second: mean" in keys
         assert "first: mean" in keys
+        page.open("about:blank")
+
+
+def test_curves_are_found_by_words_of_their_names_those_without_a_panel_too(page: Page) -> None:
+    with served_broker() as own, BrokerClient(own) as client:
+        demo = begin_demo(client, 3)
+        step = StepMetrics(step=4, time=1.0, values={"mine/odd_length": 1.0, "mine/other": 2.0})
+        client.report_run(demo.run.run_id, RunReport(steps=[step]))
+        show(page, own, "#view=curves")
+        page.wait(f"{CHARTS} >= 3")
+        page.run("document.querySelector('.search input').focus()")
+        page.call("Input.insertText", text="Length")
+        shown = "[...document.querySelectorAll('.chart')].filter((one) => one.offsetParent).map((one) => one.innerText)"
+        page.wait(f"{shown}.length === 2")
+        answer, own_metric = page.run(shown)
+        assert answer.startswith("Answer length")
+        assert own_metric.startswith("mine/odd_length")
         page.open("about:blank")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 
-def serve_http(port: int, answers: dict[str, Any]) -> None:
+def serve_http(port: int, answers: dict[str, Any], host: str = "127.0.0.1") -> None:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -35,7 +35,7 @@ def serve_http(port: int, answers: dict[str, Any]) -> None:
         def log_message(self, *args: Any) -> None:
             pass
 
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    ThreadingHTTPServer((host, port), Handler).serve_forever()
 
 
 def broker(settings: dict[str, Any]) -> None:
@@ -44,7 +44,9 @@ def broker(settings: dict[str, Any]) -> None:
         "environments": [{"name": "arithmetic"}],
         "queue": {"sequences": 64},
     }
-    serve_http(settings["api"]["port"], {"/health": {}, "/v1/status": status})
+    servers = [{"server_id": name, "state": "serving"} for name in ("vllm", "vllm-2")]
+    answers = {"/health": {}, "/v1/status": status, "/v1/servers": {"servers": servers}}
+    serve_http(settings["api"]["port"], answers, settings["api"].get("host", "127.0.0.1"))
 
 
 def vllm(settings: dict[str, Any]) -> None:
@@ -91,7 +93,7 @@ def trainer(settings: dict[str, Any]) -> None:
     if behaviour == "refuse":
         sys.stderr.write("a line of no interest\natropos-grpo: error: --lr -1 is below zero\n")
         sys.exit(2)
-    done = resume(run_dir / "metrics.jsonl") if "--resume" in sys.argv else 0
+    done = resume(run_dir / "metrics.jsonl") if "--resume" in sys.argv or settings["trainer"].get("resume") else 0
     with (run_dir / "metrics.jsonl").open("a") as metrics:
         for step in range(done + 1, steps + 1):
             time.sleep(0.05)

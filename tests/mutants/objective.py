@@ -99,6 +99,14 @@ OBJECTIVE: tuple[Mutant, ...] = (
         "unit/objective/test_surrogates.py::test_gmpo_bounds_each_token_before_the_sequence_s_geometric_mean",
     ),
     Mutant(
+        "M2PO masks what comes back to the sampler",
+        _SURROGATES,
+        "(advantages * logs) > 0",
+        "(advantages * logs) < 0",
+        "unit/objective/test_surrogates.py::"
+        "test_m2po_leaves_out_the_largest_steps_away_from_the_sampler_until_the_second_moment_is_small_enough",
+    ),
+    Mutant(
         "gradient through the weight of VESPO",
         _SURROGATES,
         "sequence_sums(logs.detach(), sequences)",

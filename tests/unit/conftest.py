@@ -55,6 +55,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny checkpoint with a tokenizer that has a chat template."""
+    from example_trainer.testing import make_tiny_model
+    from example_trainer.tiny.model import PADDED_VOCABULARY_SIZE
+    from example_trainer.tiny.tokenizer import make_tokenizer
+
+    folder = make_tiny_model(tmp_path_factory.mktemp("chat-model"), vocabulary=PADDED_VOCABULARY_SIZE)
+    make_tokenizer(context_length=128).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def policy(tiny_model: Path) -> Policy:
     from example_trainer.model import load_policy

@@ -90,6 +90,14 @@ export class Panels {
     for (const chart of this.charts) chart.redraw();
   }
 
+  /** Show only the panels that have each of these words in their title or their metrics' names. */
+  filter(words) {
+    for (const chart of this.charts) {
+      const text = [chart.panel.title, ...chart.panel.names].join(" ").toLowerCase();
+      chart.element.hidden = !words.every((word) => text.includes(word));
+    }
+  }
+
   close() {
     this.watcher.disconnect();
     for (const chart of this.charts) chart.destroy();
@@ -110,11 +118,19 @@ export async function showCurves({ container, store, source, cache, run, route, 
   const rest = Object.keys(known.latest).filter((name) => !declared.has(name) && !/^env\//.test(name)).sort();
   const grid = h("div", { class: "charts" });
   const more = h("div", { class: "charts" });
-  fill(container, runPicker(runs, run, others), grid, h("details", { class: "more", ontoggle: (event) => event.target.open && !shown.rest && openRest() }, h("summary", {}, `All other metrics (${rest.length})`), more));
+  const search = h("input", { type: "search", placeholder: "such as kl or length", oninput: () => filter() });
+  const hidden = h("details", { class: "more", ontoggle: (event) => event.target.open && !shown.rest && openRest() }, h("summary", {}, `All other metrics (${rest.length})`), more);
+  fill(container, runPicker(runs, run, others), h("label", { class: "search" }, "Only metrics named ", search), grid, hidden);
   const shared = { cache, runs: chosen, environments, signs, onProblem };
   const shown = { all: new Panels({ ...shared, container: grid, panels }), rest: null };
   const openRest = () => {
     shown.rest = new Panels({ ...shared, container: more, panels: rest.map((name) => ({ title: name, names: [name], help: "" })) });
+    filter();
+  };
+  const filter = () => {
+    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    if (words.length) hidden.open = true;
+    each((one) => one.filter(words));
   };
   const each = (call) => [shown.all, shown.rest].filter(Boolean).forEach(call);
   return { update: () => each((one) => one.update()), redraw: () => each((one) => one.redraw()), close: () => each((one) => one.close()) };

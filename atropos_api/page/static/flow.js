@@ -1,9 +1,10 @@
 // The first screen: the flow from environments to published weights, what the run waits for in words, and the edge.
 
-import { fill, h, setText, visible } from "./dom.js";
+import { fill, h, setText, table, visible } from "./dom.js";
 import { count, number, rate, span } from "./format.js";
 
 const EDGES = ["environment-inference", "inference-broker", "broker-trainer", "trainer-publish"];
+const MOST_SLOWEST = 5;
 const STATES = { blocked: "blocked", slow: "slower side", ok: "moving" };
 
 /** Build the view; return a function that shows a status. */
@@ -12,13 +13,37 @@ export function makeFlow(container) {
     h("p", { class: "kicker" }), h("h2", { id: "verdict" }), h("p", { class: "detail" }), h("p", { class: "advice" }));
   const chain = h("ol", { class: "chain", "aria-label": "Flow from environments to published weights" });
   const notes = h("ul", { class: "notes", "aria-label": "Also seen" });
-  fill(container, verdict, chain, notes);
+  const slowest = h("section", { class: "card slowest" });
+  fill(container, verdict, chain, notes, slowest);
   return (status) => {
     showVerdict(verdict, status.flow.diagnosis.finding);
     showChain(chain, status);
     fill(notes, status.flow.diagnosis.notes.map((note) => h("li", {}, badge(note.severity), visible(note.headline), note.advice ? h("span", { class: "note" }, ` ${visible(note.advice)}`) : null)));
     notes.hidden = status.flow.diagnosis.notes.length === 0;
+    showSlowest(slowest, status);
   };
+}
+
+/** The groups that have been open for longest, against what groups of their environment usually take. */
+function showSlowest(section, status) {
+  const open = status.environments.filter((one) => one.connected && one.activity).flatMap((one) => one.activity.slowest.map((group) => ({ group, environment: one, times: one.activity.usual_seconds ? group.seconds / one.activity.usual_seconds : null })));
+  const shown = open.filter(({ group }) => group.done < group.wanted).sort((a, b) => (b.times ?? 0) - (a.times ?? 0) || b.group.seconds - a.group.seconds).slice(0, MOST_SLOWEST);
+  section.hidden = shown.length === 0;
+  fill(section, h("h2", {}, "Slowest open groups"), table("Slowest open groups", ["Group", "Environment", "Done", "Open for", "95 % take", "Waits for"], shown.map(({ group, environment, times }) => [
+    visible(group.name),
+    visible(environment.name),
+    `${group.done} of ${group.wanted}`,
+    span(group.seconds),
+    times === null ? "not known yet" : `${span(environment.activity.usual_seconds)}: ${number(times)} times that`,
+    waitingFor(group),
+  ]), { numeric: [2, 3] }));
+}
+
+/** What the unfinished members of a group did last, each by its index where the environment tells them apart. */
+export function waitingFor(group) {
+  const ago = (event, seconds) => (event ? `${visible(event)}, ${span(seconds)} ago` : `no event for ${span(seconds)}`);
+  if (group.waiting.length) return h("ul", {}, group.waiting.map((one) => h("li", {}, `rollout ${one.member}: ${ago(one.last_event, one.seconds)}`)));
+  return group.last_event ? ago(group.last_event, group.last_event_seconds) : "–";
 }
 
 function badge(severity) {
@@ -90,9 +115,18 @@ function inference(status) {
     lines: [
       reporting.length ? "requests in progress" : "no environment reports on it",
       servers.size ? `${servers.size} ${servers.size === 1 ? "server" : "servers"}` : null,
+      loadOf(status.servers.filter((one) => one.state === "serving" || one.state === "draining")),
       reporting.length && open === 0 && idle >= 1 ? `idle for ${span(idle)}` : null,
     ],
   };
+}
+
+/** The load of the registered servers that answer; the fullest one stands for a mean that would hide it. */
+function loadOf(servers) {
+  if (!servers.length) return null;
+  const waiting = servers.reduce((sum, one) => sum + one.waiting, 0);
+  const free = servers.map((one) => one.kv_free).filter((share) => share !== null);
+  return [waiting ? `${count(waiting)} wait inside` : null, free.length ? `least free KV cache ${Math.round(100 * Math.min(...free))} %` : null].filter(Boolean).join(", ");
 }
 
 function broker(status) {
@@ -125,6 +159,7 @@ function trainer(status) {
     lines: [
       "steps",
       run.state !== "open" ? run.state : phases.length ? phases.map(([name, seconds]) => `${name} ${span(seconds)}`).join(", ") : null,
+      run.state === "open" && run.last_step_seconds !== null ? `last step ${span(run.last_step_seconds)} ago` : null,
       run.num_steps ? h("progress", { max: String(run.num_steps), value: String(Math.min(run.current_step, run.num_steps)), "aria-label": "Steps trained" }) : null,
     ],
   };

@@ -1,11 +1,12 @@
 // One stream for all tabs: a browser opens six connections to a host, over all its tabs, and an event stream takes one
 // for ever. The tabs of a broker elect one that is visible; it reads the stream and passes everything on. A hidden tab
-// reads nothing. Where the stream does not work, the status is asked for every two seconds with its ETag.
+// reads no stream. Where the stream does not work, the status is asked for every two seconds with its ETag.
 
 const BEAT_MS = 1000;
 const SILENT_MS = 3500;
 const ASK_MS = 250;
 const POLL_MS = 2000;
+const HIDDEN_POLL_MS = 30000;
 const STREAM_SILENT_MS = 40000;
 const RETRY_STREAM_MS = 30000;
 
@@ -23,6 +24,7 @@ export class Live {
     this.streamFailedAt = 0;
     this.lastId = null;
     this.polling = false;
+    this.askedAt = 0;
     this.channel = "BroadcastChannel" in window ? new BroadcastChannel(`atropos:${source.base.pathname}`) : null;
   }
 
@@ -92,8 +94,12 @@ export class Live {
   }
 
   tick() {
-    if (document.hidden) return;
     const now = Date.now();
+    if (document.hidden) {
+      // The title of a hidden tab tells if the run is blocked: from what a visible tab passes on, else asked for now and then.
+      if (now - this.leaderSeen > SILENT_MS && now - this.askedAt > HIDDEN_POLL_MS) this.refresh();
+      return;
+    }
     if (!this.leads) {
       if (now - this.leaderSeen > SILENT_MS) this.join();
       return;
@@ -138,7 +144,7 @@ export class Live {
 
   /** Ask for the status, at most once at a time. */
   async refresh() {
-    if (this.polling || Date.now() - (this.askedAt || 0) < POLL_MS - BEAT_MS / 2) return;
+    if (this.polling || Date.now() - this.askedAt < POLL_MS - BEAT_MS / 2) return;
     this.polling = true;
     this.askedAt = Date.now();
     try {

@@ -89,7 +89,14 @@ function showHead(status) {
   const run = status.run;
   setText(document.getElementById("run-name"), run ? visible(run.name) : "Atropos");
   setText(document.getElementById("run-state"), run ? run.state : "no run");
-  document.title = run ? `${run.current_step} · ${run.name}` : "Atropos";
+  document.title = titleOf(status);
+}
+
+/** The title of the tab: a run that is blocked says so first, for those who look at another tab. */
+function titleOf({ run, flow }) {
+  if (!run) return "Atropos";
+  const { severity, headline } = flow.diagnosis.finding;
+  return visible(severity === "blocked" ? `blocked: ${headline} · ${run.name}` : `${run.current_step} · ${run.name}`);
 }
 
 function showConnection(state) {

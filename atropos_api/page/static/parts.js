@@ -14,7 +14,7 @@ export function showParts({ container, store }) {
   const show = (status) => {
     fill(environments, environmentTable(status));
     fill(trainers, trainerTable(status));
-    fill(servers, serverTable(status));
+    fill(servers, [fleetTable(status), serverTable(status)]);
     fill(dropped, droppedTable(status));
     fill(broker, brokerFacts(status));
   };
@@ -48,9 +48,37 @@ function trainerTable(status) {
   ]), { numeric: [2, 5, 6] });
 }
 
+function fleetTable(status) {
+  const fleets = status.fleets || []; // a broker of an earlier release lists none
+  if (!fleets.length) return null;
+  return table("Inference servers by launcher", ["Launcher", "Policy", "Run", "Wanted", "Heard", "Note"], fleets.map((one) => [
+    visible(one.fleet_id), visible(one.policy), count(one.running), `${count(one.wanted)}${one.followed ? "" : " (asked for)"}`, `${span(one.silent_seconds)} ago`, visible(one.note || one.fixed) || "–",
+  ]), { numeric: [2, 3] });
+}
+
 function serverTable(status) {
+  const tables = [registeredTable(status), seenTable(status)].filter(Boolean);
+  return tables.length ? tables : h("p", { class: "note" }, "None is registered, and no environment reports on its servers.");
+}
+
+function registeredTable(status) {
+  if (!status.servers.length) return null;
+  const states = { serving: "ok", gone: "blocked" };
+  return table("Registered inference servers", ["Server", "State", "Heard", "Policy version", "Running", "Waiting", "KV cache free", "Address"], status.servers.map((one) => [
+    visible(one.server_id),
+    [h("span", { class: `badge ${states[one.state] || "slow"}` }, one.state), one.reason ? h("span", { class: "note" }, visible(one.reason)) : null],
+    `${span(one.quiet_seconds)} ago`,
+    one.version === null ? "–" : `${count(one.version)}${one.policy === "default" ? "" : ` of ${visible(one.policy)}`}`,
+    count(one.running),
+    count(one.waiting),
+    one.kv_free === null ? "–" : `${Math.round(100 * one.kv_free)} %`,
+    visible(one.url),
+  ]), { numeric: [3, 4, 5, 6] });
+}
+
+function seenTable(status) {
   const seen = status.environments.flatMap((one) => (one.activity ? one.activity.servers.map((server) => [one, server]) : []));
-  if (!seen.length) return h("p", { class: "note" }, "No environment reports on its servers.");
+  if (!seen.length) return null;
   return table("Inference servers as environments see them", ["Address", "Environment", "State", "Requests in progress", "Requests so far"], seen.map(([one, server]) => [
     visible(server.url), visible(one.name), h("span", { class: `badge ${server.available ? "ok" : "blocked"}` }, server.available ? "answers" : "does not answer"), count(server.open_requests), count(server.requests),
   ]), { numeric: [3, 4] });

@@ -9,12 +9,13 @@ import time
 from typing import Final
 from urllib.parse import urlsplit, urlunsplit
 
-from atropos_api.wire.reports import EnvironmentActivity, OpenRollout, ServerUse
+from atropos_api.wire.reports import EnvironmentActivity, OpenRollout, ServerUse, WaitingMember
 from environments.sdk.inference.server import HttpServer
 from environments.sdk.progress import GroupProgress, OpenGroups
 from environments.sdk.server_manager import ServerManager
 
 MOST_SLOWEST: Final = 5
+MOST_WAITING: Final = 4
 
 
 def describe_activity(groups: OpenGroups, server: ServerManager, *, evaluating: bool) -> EnvironmentActivity:
@@ -43,7 +44,16 @@ def _describe_group(progress: GroupProgress, now: float) -> OpenRollout:
         wanted=progress.wanted,
         last_event=progress.event,
         last_event_seconds=max(0.0, now - progress.event_at) if progress.event else 0.0,
+        waiting=_describe_waiting(progress, now),
     )
+
+
+def _describe_waiting(progress: GroupProgress, now: float) -> list[WaitingMember]:
+    members = sorted(progress.members.values(), key=lambda one: one.event_at)
+    return [
+        WaitingMember(member=one.index, last_event=one.event, seconds=max(0.0, now - one.event_at))
+        for one in members[:MOST_WAITING]
+    ]
 
 
 def _describe_server(server: HttpServer) -> ServerUse:

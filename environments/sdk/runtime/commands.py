@@ -136,8 +136,7 @@ async def _collect(env: Environment, collector: RolloutRunner) -> None:
 
 def _close(env: Environment, delivery: Delivery) -> None:
     delivery.close()
-    if env.tracker is not None:
-        env.tracker.finish()
+    env.finish_tracking()
     file = delivery.file
     if file is not None and file.count:
         page = write_page(file.path)
@@ -167,8 +166,7 @@ async def evaluate_alone(env: Environment) -> None:
     try:
         await run_evaluation(env, step=None)
     finally:
-        if env.tracker is not None:
-            env.tracker.finish()
+        env.finish_tracking()
     if env.config.data_dir_to_save_evals is not None:
         _save_config(env, Path(env.config.data_dir_to_save_evals))
 

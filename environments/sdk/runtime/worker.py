@@ -387,8 +387,7 @@ class EnvironmentWorker:
         self._delivery.close()
         self._count_unsent()
         self._env.dropped_groups.log()
-        if self._env.tracker is not None:
-            self._env.tracker.finish()
+        self._env.finish_tracking()
         logger.info("stopped" if self._stopping else "the run is finished")
 
     def _count_unsent(self) -> None:

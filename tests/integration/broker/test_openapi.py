@@ -216,7 +216,8 @@ def test_the_pages_for_readers_load_nothing_from_elsewhere(client):
 
 @pytest.mark.parametrize("operation", [one for one in OPERATIONS if one.example is not None], ids=name_of)
 def test_the_example_of_a_body_is_understood(client, operation):
-    path = operation.path.replace("{number}", "1").replace("{environment_id}", "0").replace("{server_id}", "a")
+    path = operation.path.replace("{number}", "1").replace("{environment_id}", "0")
+    path = path.replace("{server_id}", "a").replace("{fleet_id}", "a")
     assert client.request(operation.method, path, json=operation.example).status_code not in {400, 413, 422}
 
 

@@ -14,7 +14,7 @@ from atropos_api.config import BrokerConfig
 from atropos_api.server.app import create_app
 from atropos_api.store.factory import open_store
 from atropos_api.testing import make_group, make_memory_app, serve_in_thread, served_broker
-from atropos_api.wire import EnvironmentRequest, RunRequest
+from atropos_api.wire import EnvironmentRequest, RunRequest, ServerReport
 from atropos_api.wire.reports import StepMetrics
 from tests.stalls import STALLS, stalled_run
 
@@ -80,6 +80,18 @@ def test_reported_steps_come_back_and_a_repeated_report_changes_nothing(client, 
     assert found["series"].keys() == {"reward/mean", "train/kl"}
     assert found["last_step"] == 2
     assert client.status()["run"]["metrics_step"] == 2
+    assert 0 <= client.status()["run"]["last_step_seconds"] < 60
+
+
+def test_the_registered_servers_and_their_load_are_in_the_status_the_busiest_first(client):
+    report = {"lease_id": "lease-0123", "boot_id": "b", "mode": "fixed", "port": 9001}
+    for name, waiting in (("idle", 0), ("full", 7)):
+        load = {"running": 3, "waiting": waiting, "kv_free": 0.25, "version": 4, "lease_id": f"lease-of-{name}"}
+        client.renew_server(name, ServerReport(**report | load))
+    full, idle = client.status()["servers"]
+    assert (full["server_id"], full["waiting"], full["kv_free"], full["version"]) == ("full", 7, 0.25, 4)
+    assert (idle["server_id"], idle["state"]) == ("idle", "serving")
+    assert "lease_id" not in full, "whoever has it can end the lease"
 
 
 def test_metrics_survive_a_restart_of_the_broker_and_a_resume_drops_what_is_trained_again(tmp_path):
@@ -231,7 +243,7 @@ def test_the_newest_batches_take_a_bounded_amount_of_memory():
 
 
 @pytest.mark.parametrize("rule", STALLS)
-def test_a_planted_stall_is_named_on_its_edge_within_ten_seconds(client, rule):
+def test_a_planted_stall_is_named_on_its_edge_within_ten_seconds(client, url, rule):
     plant, edge = STALLS[rule]
     with stalled_run(client) as stalled, plant(stalled):
         deadline = time.monotonic() + NAMED_WITHIN_SECONDS
@@ -241,6 +253,26 @@ def test_a_planted_stall_is_named_on_its_edge_within_ten_seconds(client, rule):
             time.sleep(0.2)
         assert (found["rule"], found["edge"]) == (rule, edge), found
         assert found["headline"]
+        deadline = time.monotonic() + 30
+        while (blocked := blocked_edges(url)) != {edge} and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert blocked == {edge}, "a gauge for alerts says the same"
+
+
+def blocked_edges(url):
+    """Return the edges on which /metrics says that the run is blocked; None without an open run."""
+    found = [line.split() for line in httpx.get(f"{url}/metrics").text.splitlines() if "run_blocked{" in line]
+    values = {name.split('"')[1]: float(value) for name, value in found}
+    assert len(values) in {0, 4}
+    return {edge for edge, value in values.items() if value} if values else None
+
+
+def test_without_an_open_run_none_is_blocked(client, url):
+    assert blocked_edges(url) is None
+    run = client.begin_run(RUN)
+    assert blocked_edges(url) == set()
+    client.finish_run(run.run_id, epoch=run.epoch)
+    assert blocked_edges(url) is None
 
 
 def test_a_stall_reaches_a_watcher_although_nothing_happens(client, url):

@@ -22,7 +22,8 @@ def test_losses_and_gradients_equal_trls_with_and_without_importance_correction(
     command = [PYTHON, ROOT / "benchmarks" / "trl_losses.py", "--inside", "--batches", "5"]
     printed = subprocess.run(command, check=True, env=environ, stdout=subprocess.PIPE, text=True).stdout
     rows = json.loads(printed.splitlines()[-1])
-    assert {row["loss"] for row in rows} == {"grpo", "dr_grpo", "dapo", "cispo", "gspo", "luspo", "sapo", "vespo"}
+    names = {"grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo", "luspo", "sapo", "vespo"}
+    assert {row["loss"] for row in rows} == names
     assert {row["correction"] for row in rows} == {"none", "token_truncate", "token_mask"}
     for row in rows:
         assert max(row["value"], row["gradient"]) < 1e-5, row

@@ -3,8 +3,8 @@
 import pytest
 
 from atropos_api.broker.diagnosis import diagnose
-from atropos_api.broker.facts import EnvironmentFacts, Facts, HoldFacts
-from atropos_api.wire.reports import OpenRollout
+from atropos_api.broker.facts import EnvironmentFacts, Facts, HoldFacts, ServerFacts
+from atropos_api.wire.reports import OpenRollout, WaitingMember
 
 HEALTHY = {
     "run": "r", "limit": 24, "outstanding": 8, "batch_size": 8, "trainer_quiet_seconds": 1.0, "step_seconds": 2.0,
@@ -47,7 +47,9 @@ def test_idle_inference_with_open_rollouts_is_a_tool_or_a_sandbox():
     idle = environment(open_rollouts=12, open_requests=0, idle_seconds=14.0, slowest=[LATE])
     found = finding(**WAITING, environments=idle)
     assert (found.rule, found.edge, found.severity) == ("tool", "environment-inference", "blocked")
-    assert "12 rollouts of gsm8k are open" in found.headline
+    assert "12 groups of gsm8k are open" in found.headline
+    notes = diagnose(Facts(**HEALTHY | WAITING | {"environments": idle})).notes
+    assert [note.advice for note in notes if note.rule == "rollouts"] == [""], "more inference would not help"
     assert "Natalia sold" in found.detail
 
 
@@ -74,6 +76,28 @@ def test_a_group_that_lacks_members_for_three_times_the_usual_is_named():
     assert "A group of gsm8k lacks 1 of 8 rollouts after 90 s: Natalia sold" in found.headline
     assert "15 times" in found.detail
     assert "Last event 88 s ago: request" in found.detail
+
+
+def test_a_straggler_s_unfinished_rollouts_are_told_with_what_each_did_last():
+    waiting = [
+        WaitingMember(member=6, last_event="tool python: running", seconds=88.0),
+        WaitingMember(member=2, seconds=90.0),
+    ]
+    late = OpenRollout(name="Natalia sold", seconds=90.0, done=6, wanted=8, last_event="answer", waiting=waiting)
+    found = finding(**WAITING, environments=environment(usual_seconds=6.0, slowest=[late]))
+    told = "Unfinished: rollout 6, tool python: running 88 s ago; rollout 2, no event for 90 s."
+    assert told in found.detail
+
+
+def test_waiting_for_rollouts_tells_the_load_of_the_servers_and_advises_by_it():
+    full = [ServerFacts(server_id="a", running=64, waiting=40, kv_free=0.02), ServerFacts(server_id="b", kv_free=0.9)]
+    found = finding(**WAITING, servers=full)
+    told = "2 servers: 64 requests run and 40 wait inside, the least of its KV cache is free in a: 2%."
+    assert told in found.detail
+    assert "more servers" in found.advice
+    room = finding(**WAITING, servers=[ServerFacts(server_id="a", running=3, kv_free=0.9)])
+    assert "--env.max_num_workers" in room.advice
+    assert "more servers" not in room.advice
 
 
 @pytest.mark.parametrize("changes", [{"seconds": 17.0}, {"done": 8}])

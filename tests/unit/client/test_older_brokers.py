@@ -20,6 +20,14 @@ def test_a_broker_without_a_registry_is_told_apart_from_one_without_this_server(
     assert told.value.status == 404
 
 
+@pytest.mark.parametrize("path", ["/v1/fleets", "/v1/fleets/run-1/wanted"])
+def test_a_broker_that_cannot_scale_says_so(path):
+    with pytest.raises(BrokerRefused, match="its release cannot scale; upgrade it"):
+        raise_for_problem(answer(path, detail="Not Found"))
+    with pytest.raises(BrokerRefused, match="no launcher reports"):
+        raise_for_problem(answer(path, type="urn:p/unknown-fleet", detail="no launcher reports"))
+
+
 def test_an_unknown_server_and_other_unknown_things_keep_the_brokers_own_words():
     with pytest.raises(BrokerRefused, match="no server has the id 'x'"):
         raise_for_problem(answer("/v1/servers/x", type="urn:p/unknown-server", detail="no server has the id 'x'"))

@@ -113,6 +113,7 @@ CASES: dict[str, Case] = {
     "a frozen layer": Case(options=replace(CPU, train_layer_indices="1")),
     "tied embeddings": Case(tied=True),
     "the std of the whole batch": Case(world_size=4, settings={"advantage_norm": "batch"}),
+    "a mask by a moment over the batch": Case(settings={"loss_type": "m2po", "m2_threshold": 1e-3}, batches=3),
     "a reference policy": Case(settings={"kl_coef": 0.1, "epochs_per_batch": 2}),
     "a reference that is swapped": Case(settings={"kl_coef": 0.1, "ref_update_interval": 1}, batches=3),
     "the default optimizer": Case(settings={"optimizer": "adamw_8bit"}, batches=2),

@@ -74,7 +74,7 @@ def test_a_page_shows_a_groups_prompt_once_and_marks_what_the_model_wrote():
     chats = [[*prompt, {"role": "assistant", "content": text}] for text in ("Three.", "Four.")]
     source = render([{"scores": [1.0, 0.0], "messages": chats}], title="t")
     assert [Page(source).text.count(text) for text in ("Be brief.", "How many?", "Three.", "Four.")] == [1, 1, 1, 1]
-    assert source.count('<pre class="sampled">') == 2
+    assert source.count('<pre class="turn sampled">') == 2
     longer = [*chats[0], {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
     text = Page(render([{"scores": [1.0, 0.0], "messages": [longer, chats[0]]}], title="t")).text
     assert [text.count(word) for word in ("How many?", "Three.", "Sure?")] == [1, 2, 1]

@@ -51,7 +51,7 @@ async def test_the_page_of_process_has_the_chat_without_its_templates_marks(tmp_
     page = (tmp_path / "groups.html").read_text()
     assert "|user|" not in page
     assert page.count(escape(group["messages"][0][0]["content"])) == 1
-    assert page.count('<pre class="sampled">#### 7</pre>') == 8
+    assert page.count('<pre class="turn sampled">#### 7</pre>') == 8
 
 
 def test_text_without_a_chat_is_cut_where_the_model_began_and_ended(tokenizer):

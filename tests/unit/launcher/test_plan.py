@@ -229,6 +229,13 @@ def test_the_newest_groups_are_kept_to_be_read_unless_a_file_of_ones_own_is_name
         assert not {"data_path_to_save_groups", "groups_to_keep"} & asked.settings_of("environment")["env"].keys()
 
 
+def test_environments_log_to_trackio_beside_the_trainer_s_run(tmp_path: Path) -> None:
+    kept = plan(tmp_path, *OWN_ENVIRONMENT, "--use-trackio").settings_of("environment")["env"]
+    assert (kept["use_trackio"], kept["trackio_name"]) == (True, "run-environment")
+    without = plan(tmp_path, *OWN_ENVIRONMENT).settings_of("environment")["env"]
+    assert not without["use_trackio"]
+
+
 def test_the_trainer_gets_what_was_set_and_nothing_else(tmp_path: Path) -> None:
     given = plan(tmp_path, *OWN_ENVIRONMENT, "--lr", "1e-4", "--dry-run").settings_of("trainer")["trainer"]
     assert given["lr"] == 1e-4
@@ -331,6 +338,16 @@ def _is_held(port: int) -> bool:
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+def test_several_environments_keep_their_evaluations_apart(tmp_path: Path) -> None:
+    both = tmp_path / "two.yaml"
+    both.write_text(f"environments: [{{file: {__file__}}}, {{file: {__file__}}}]\n")
+    made = plan(tmp_path, "--config", str(both))
+    found = [made.settings_of(name)["env"]["data_dir_to_save_evals"] for name in made.environments]
+    assert found == [str(tmp_path / "run" / "evals" / name) for name in ("environment-1", "environment-2")]
+    alone = plan(tmp_path, *OWN_ENVIRONMENT).settings_of("environment")["env"]
+    assert alone["data_dir_to_save_evals"] == str(tmp_path / "run" / "evals")
 
 
 def test_every_program_is_observed_as_the_launcher_is_told(tmp_path: Path) -> None:

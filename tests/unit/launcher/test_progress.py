@@ -16,18 +16,9 @@ import pytest
 from rich.console import Console
 
 from atropos_api.common.cliconfig import ConfigError
-from example_trainer.launcher.lasting_view import LastingView
-from example_trainer.launcher.launch import silent_environments
-from example_trainer.launcher.progress import (
-    Endpoint,
-    Feed,
-    PlainView,
-    Snapshot,
-    make_view,
-    render,
-    sparkline,
-)
+from example_trainer.launcher.progress import Endpoint, Feed, Snapshot, silent_environments
 from example_trainer.launcher.run_file import read_settings
+from example_trainer.launcher.views import LastingView, PlainView, make_view, render, sparkline
 from example_trainer.monitoring.trackers import MetricsTail
 
 

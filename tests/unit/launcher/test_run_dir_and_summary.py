@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from example_trainer.launcher.run_dir import RunDirectoryInUse, plan_run_dir
-from example_trainer.launcher.summary import NoRun, Summary, as_table, rolling_mean, summarise
+from example_trainer.launcher.summary import NoRun, Summary, as_table, draw, rolling_mean, summarise
 from example_trainer.launcher.totals import processor_use
 
 
@@ -121,6 +121,46 @@ def test_the_table_leaves_out_what_is_not_known(tmp_path: Path) -> None:
 def test_a_directory_without_steps_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(NoRun, match=r"no metrics\.jsonl"):
         summarise(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ['{"step": 1, "reward/mean": 0.5, "response/length_mean": 3}'],
+        ['{"step": 1}', '{"step": 2}'],
+        ['{"step": 1, "reward/mean": -3.0}', '{"step": 2}', '{"step": 3, "reward/mean": 40.0}'],
+    ],
+    ids=["one step", "no finite reward", "rewards beyond 0 and 1, and one that is not finite"],
+)
+def test_the_picture_shows_every_reward_that_there_is(rows: list[str], tmp_path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    assert draw(tmp_path).read_bytes().startswith(b"\x89PNG")
+    axes = next(axes for axes in plt.gcf().axes if axes.get_ylabel() == "reward")
+    rewards = [reward for row in rows if (reward := json.loads(row).get("reward/mean")) is not None]
+    low, high = axes.get_ylim()
+    assert all(low <= reward <= high for reward in rewards)
+    assert list(axes.lines[0].get_ydata()) == rewards
+    assert len(axes.lines[1].get_ydata()) == len(rewards), "a missing reward does not hide the mean of the others"
+    missing = len(rows) - len(rewards)
+    assert axes.get_title() == (f"no finite reward in {missing} of {len(rows)} steps" if missing else "")
+
+
+def test_each_environment_has_its_own_evaluations_in_the_summary_and_the_picture(tmp_path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    for environment, values in {"environment-1": (0.2, 0.4), "environment-2": (0.6, 1.0)}.items():
+        for step, accuracy in enumerate(values):
+            folder = tmp_path / "evals" / environment / f"step-{step}"
+            folder.mkdir(parents=True)
+            (folder / "metrics.json").write_text(json.dumps({"eval/accuracy": accuracy}))
+    summary = summarise(tmp_path)
+    assert (summary.accuracy_base, summary.accuracy_trained) == (0.4, 0.7)
+    draw(tmp_path)
+    labels = [line.get_label() for axes in plt.gcf().axes for line in axes.lines]
+    assert {"greedy accuracy, environment-1", "greedy accuracy, environment-2"} <= set(labels)
 
 
 def test_the_rolling_mean_starts_with_what_there_is() -> None:

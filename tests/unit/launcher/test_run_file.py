@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from atropos_api.common.cliconfig import ConfigError
-from example_trainer.launcher.run_file import read_settings, split_section_flags, trainer_settings
+from example_trainer.launcher.run_file import read_settings, trainer_settings
+from example_trainer.launcher.section_flags import split_section_flags
 
 RUN_FILE = """
 trainer: {model_name: m, training_steps: 5, lr: 1.0e-4}
@@ -83,6 +84,16 @@ def test_several_environments_are_numbered(tmp_path: Path) -> None:
     settings = read_settings(["--config", str(path), "--model-name", "m"])
     names = [(entry.name, entry.server) for entry in settings.environments]
     assert names == [("environment-1", "a.py"), ("environment-2", "b.py")]
+
+
+@pytest.mark.parametrize("flag", ["metrics_port", "session_port", "data_path_to_save_groups", "data_dir_to_save_evals"])
+def test_a_port_or_file_for_one_environment_is_refused_for_several(tmp_path: Path, flag: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("environments: [{file: a.py}, {file: b.py}]\n")
+    argv = ["--config", str(path), "--model-name", "m"]
+    with pytest.raises(ConfigError, match=rf"--env\.{flag} 9100: the run file has 2 environments"):
+        read_settings([*argv, f"--env.{flag}", "9100"])
+    assert len(read_settings([*argv, "--env.metrics_port", "0", "--env.group_size", "4"]).environments) == 2
 
 
 def test_section_flags_keep_the_form_in_which_they_were_typed() -> None:

@@ -153,6 +153,7 @@ FORMS = {
     "sapo": LossSettings(loss_type="sapo"),
     "vespo": LossSettings(loss_type="vespo"),
     "dppo": LossSettings(loss_type="dppo", clip_eps_low=0.15, clip_eps_high=0.15, cispo_cap=1.5),
+    "m2po": LossSettings(loss_type="m2po"),
     "reinforce": LossSettings(loss_type="no_baseline"),
     "truncated": LossSettings(importance_sampling="truncated", tis_cap=1.5),
     "corrected": LossSettings(old_logprobs="recomputed", mismatch_correction="token_truncate", tis_cap=1.5),

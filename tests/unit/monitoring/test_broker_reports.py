@@ -60,7 +60,7 @@ def sign(step: int) -> HealthEvent:
 def recorded(number: int) -> RecordedBatch:
     values = SampleValues(positions=[1], advantages=[0.5], logprobs=[-0.25], entropies=[0.1])
     group = GroupValues(group=0, samples=[values, None])
-    return RecordedBatch(number=number, values=[group], groups=[make_group(2, 3)], texts={"1": "a"})
+    return RecordedBatch(number=number, values=[group], groups=[make_group(2, 3)], places=[4], texts={"1": "a"})
 
 
 def test_each_step_sign_and_batch_is_sent_once() -> None:
@@ -142,6 +142,7 @@ def test_recorded_batches_are_lines_in_the_run_directory_even_without_a_broker(t
     reporter.close()
     (line,) = map(json.loads, path.read_text().splitlines())
     assert (line["number"], line["run_id"], line["texts"]) == (3, "r", {"1": "a"})
+    assert line["groups"][0]["group"] == 4, "its index in the whole batch, not in the rank's part"
     assert line["groups"][0]["samples"][0]["advantages"] == [0.5]
     assert line["groups"][0]["fields"]["tokens"] == [[0, 1, 2], [3, 4, 5]]
 

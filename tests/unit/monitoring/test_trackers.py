@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import sqlite3
+import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import wandb
@@ -27,6 +29,7 @@ from example_trainer.monitoring.trackers import (
     WandbTracker,
     read_metrics,
 )
+from tests.trackio_stand_in import RecordedTrackio
 
 SIGN = HealthEvent(sign="kl", step=3, value=1.5, message="KL 1.50 is above 1: diverging KL", advice="lower --lr")
 
@@ -179,27 +182,6 @@ def test_tensorboard_that_is_asked_for_and_missing_is_one_line(monkeypatch: pyte
         TensorBoardTracker(tmp_path)
 
 
-class RecordedTrackio(ModuleType):
-    """Trackio's calls that we make, with their arguments; a stand-in because the package is not locked."""
-
-    def __init__(self) -> None:
-        super().__init__("trackio")
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-
-    def init(self, **given: Any) -> RecordedTrackio:
-        self.calls.append(("init", given))
-        return self
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        self.calls.append(("log", {**metrics, "step": step}))
-
-    def alert(self, *, title: str, text: str) -> None:
-        self.calls.append(("alert", {"title": title, "text": text}))
-
-    def finish(self) -> None:
-        self.calls.append(("finish", {}))
-
-
 def test_with_use_trackio_steps_settings_and_signs_go_to_a_run_that_a_resume_continues(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -221,6 +203,31 @@ def test_with_use_trackio_steps_settings_and_signs_go_to_a_run_that_a_resume_con
     assert begun["config"]["run_dir"] == str(tmp_path / "tried-1")
     assert trackio.calls[1][1] == {"reward/mean": 0.25, "step": 1}
     assert SIGN.advice in trackio.calls[2][1]["text"]
+    assert trackio.calls[2][1]["step"] == SIGN.step, "trackio would name the next one"
+
+
+def test_the_real_trackio_keeps_steps_signs_and_one_run_over_a_resume(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("trackio")
+    program = (
+        "import sys; from pathlib import Path; from example_trainer.monitoring.trackers import TrackioTracker\n"
+        "from example_trainer.monitoring.health import HealthEvent; step = int(sys.argv[1])\n"
+        "tracker = TrackioTracker(name='tried-1', group='tried', config={'path': Path('x')})\n"
+        "tracker.log(step, {'reward/mean': 0.5, 'train/kl': float('nan')})\n"
+        "tracker.event(HealthEvent(sign='kl', step=step, value=2.0, message='m', advice='a'))\n"
+        "tracker.close()\n"
+    )
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path), "TRACKIO_PROJECT": "mine"}
+    for step in ("3", "4"):
+        subprocess.run([sys.executable, "-c", program, step], env=environment, check=True, capture_output=True)
+    with closing(sqlite3.connect(tmp_path / "mine.db")) as kept:
+        steps = kept.execute("SELECT step FROM metrics ORDER BY step").fetchall()
+        signs = kept.execute("SELECT title, step FROM alerts ORDER BY step").fetchall()
+        runs = kept.execute("SELECT COUNT(DISTINCT run_id) FROM metrics").fetchone()
+    assert steps == [(3,), (4,)]
+    assert signs == [("kl", 3), ("kl", 4)]
+    assert runs == (1,)
 
 
 def test_trackio_that_is_missing_or_does_not_begin_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from example_trainer.objective.losses import LossInputs, LossSettings, is_clipped, token_losses, token_weights
+from example_trainer.objective.metrics import policy_metrics
+from example_trainer.objective.surrogates import outward_squares, second_moment_cut
 
 TOKENS = torch.zeros(3, dtype=torch.long)
 """Three tokens of one sequence."""
@@ -103,12 +106,53 @@ def test_luspo_is_gspo_with_each_sequence_weighed_by_its_length() -> None:
     torch.testing.assert_close(step("luspo", "constant"), step("gspo", "sequence") * by_length)
 
 
+def test_m2po_leaves_out_the_largest_steps_away_from_the_sampler_until_the_second_moment_is_small_enough() -> None:
+    logs, advantages = torch.tensor([0.1, -0.5, 0.9, 0.3, -0.8, 0.0]), torch.tensor([1.0, -1.0, 1.0, 1.0, 1.0, -1.0])
+    squares, outward = outward_squares(logs, advantages)
+    assert outward.tolist() == [True, True, True, True, False, False], "it comes back, or has not moved"
+    # Squares 0.01, 0.09, 0.25 and 0.81: the mean of all is 0.29, of three 0.117, of two 0.05.
+    cuts = {0.3: math.inf, 0.2: 0.81, 0.1: 0.25, 0.04: 0.09, 0.001: 0.01}
+    for threshold, cut in cuts.items():
+        found = second_moment_cut(squares[outward], threshold)
+        assert found == pytest.approx(cut)
+        kept = squares[outward][squares[outward] < found]
+        assert not len(kept) or kept.mean() <= threshold
+    assert second_moment_cut(torch.zeros(0), 0.04) == math.inf
+
+
+def test_of_equal_steps_m2po_leaves_out_all_or_none() -> None:
+    squares = torch.tensor([0.01, 0.09, 0.09])
+    assert second_moment_cut(squares, 0.05) == pytest.approx(0.09)
+    assert second_moment_cut(squares, 0.064) == math.inf
+
+
+def test_m2po_does_not_clip_what_it_trusts_and_learns_nothing_from_the_rest() -> None:
+    logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    values = LossInputs(
+        logprobs=logprobs,
+        entropies=torch.ones(3),
+        rollout_logprobs=torch.tensor([-3.0, -0.5, -1.2]),
+        advantages=torch.tensor([1.0, -1.0, 2.0]),
+        sequences=TOKENS,
+        trusted=torch.tensor([True, True, False]),
+    )
+    settings = LossSettings(loss_type="m2po")
+    token_losses(values, settings).sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-math.exp(2.0), math.exp(-0.5), 0.0])
+    found = policy_metrics(replace(values, logprobs=logprobs.detach()), settings)
+    # Outward are the tokens at log-ratios 2, -0.5 and 0.2; the last is masked.
+    assert found["grpo/second_moment"] == pytest.approx((4 + 0.25 + 0.04) / 3)
+    assert found["grpo/second_moment_kept"] == pytest.approx((4 + 0.25) / 2)
+    assert found["grpo/clipped_fraction"] == pytest.approx(1 / 3)
+
+
 def test_gpg_is_reinforce_whatever_the_ratio() -> None:
     logs = torch.tensor([-2.0, 0.0, 2.0])
     assert gradient(logs, 1.5, LossSettings(loss_type="gpg")).tolist() == [-1.5] * 3
 
 
-@pytest.mark.parametrize("loss_type", ["luspo", "gmpo", "sapo", "vespo", "gpg", "dppo"])
+@pytest.mark.parametrize("loss_type", ["luspo", "gmpo", "sapo", "vespo", "gpg", "dppo", "m2po"])
 def test_each_has_the_gradient_of_grpo_while_rollouts_are_fresh(loss_type: str) -> None:
     fresh = torch.zeros(3)
     torch.testing.assert_close(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from atropos_api.common.cliconfig import load_config
+from atropos_api.common.cliconfig import ConfigError, load_config
 from example_trainer.config import TrainingConfig
 from example_trainer.data import data_settings
 from example_trainer.objective.losses import LossSettings
@@ -37,6 +37,7 @@ def from_flags(*argv: str) -> TrainingConfig:
         ("vespo", "token", "group", (0.2, 0.2)),
         ("gpg", "token", "none", (0.2, 0.2)),
         ("dppo", "token", "group", (0.15, 0.15)),
+        ("m2po", "token", "group", (0.2, 0.2)),
     ],
 )
 def test_a_loss_by_name_brings_the_form_of_its_paper(
@@ -110,6 +111,9 @@ REFUSED = [
     ({"loss_type": "gmpo", "importance_sampling": "masked"}, "set --clip-eps and leave"),
     ({"loss_type": "sapo", "importance_sampling": "truncated"}, "--sapo-temperature-pos"),
     ({"loss_type": "dppo", "importance_sampling": "truncated"}, "--clip-eps and --cispo-cap"),
+    ({"loss_type": "m2po", "importance_sampling": "masked"}, "--m2-threshold"),
+    ({"loss_type": "bnpo"}, "bnpo is not a loss type here; use dapo, or grpo"),
+    ({"loss_type": "geo_mean"}, "use gmpo"),
     ({"loss_type": "vespo", "importance_sampling": "truncated"}, "--vespo-k-pos"),
     (
         {"loss_type": "vespo", "old_logprobs": "recomputed", "mismatch_correction": "token_mask"},
@@ -144,3 +148,20 @@ def test_r31_settings_that_contradict_each_other_are_refused_with_the_reason(
 def test_the_names_of_the_older_guides_are_understood() -> None:
     config = from_flags("--beta", "0.05", "--target-kl", "0.1", "--entropy-coeff", "0.01", "--cliprange", "0.1")
     assert (config.kl_coef, config.target_kl, config.entropy_coef, config.clip_eps) == (0.05, 0.1, 0.01, 0.1)
+
+
+def test_trl_s_level_of_the_ratio_chooses_the_loss_that_has_it() -> None:
+    config = from_flags("--importance-sampling-level", "sequence")
+    assert (config.loss_type, config.clip_eps, config.loss_aggregation) == ("gspo", 3e-4, "sequence")
+    assert from_flags("--importance-sampling-level", "sequence", "--loss-type", "luspo").loss_type == "luspo"
+    assert from_flags("--importance-sampling-level", "token", "--loss-type", "dapo").loss_type == "dapo"
+    with pytest.raises(ConfigError, match="--loss-type dapo has a ratio a token; use gspo"):
+        from_flags("--importance-sampling-level", "sequence", "--loss-type", "dapo")
+
+
+def test_trl_s_names_of_flags_are_aliases() -> None:
+    argv = "--max-steps 7 --num-iterations 2 --epsilon 0.1 --delta 2 --scale-rewards none --lr-scheduler-type linear"
+    config = from_flags(*argv.split(), "--output-dir", "o", "--save-steps", "4", "--save-total-limit", "2")
+    assert (config.training_steps, config.epochs_per_batch, config.clip_eps, config.dual_clip) == (7, 2, 0.1, 2.0)
+    assert (config.advantage_norm, config.lr_schedule) == ("none", "linear")
+    assert (str(config.run_dir), config.checkpoint_interval, config.keep_last) == ("o", 4, 2)

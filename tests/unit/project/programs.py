@@ -17,6 +17,7 @@ from environments.sdk.runtime import cli as environment_cli
 from example_trainer.cli import run as run_trainer
 from example_trainer.run import run as run_launcher
 from example_trainer.serving.config import read_config, vllm_arguments
+from example_trainer.sft.cli import run as run_sft
 
 from .seed_commands import COURSE_SCRIPT
 
@@ -86,6 +87,7 @@ PROGRAMS: Mapping[str, Callable[[Sequence[str]], int]] = {
     COURSE_SCRIPT: lambda argv: run_launcher([*argv, "--preset", "cs336", "--dry-run"]),
     "run-api": run_broker,
     "atropos-grpo": dry(run_trainer),
+    "atropos-sft": dry(run_sft),
     "atropos-grpo-run": dry(run_launcher),
     "python example_trainer/grpo.py": dry(run_trainer),
     "python -m example_trainer.grpo": dry(run_trainer),

@@ -94,6 +94,20 @@ def test_a_service_is_built_from_files_that_are_there_and_its_command_is_read(na
     assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
 
 
+def test_the_broker_of_kubernetes_has_a_command_that_is_read_and_volumes_that_are_there() -> None:
+    text = (DEPLOY / "kubernetes/broker.yaml").read_text(encoding="utf-8")
+    service, broker = yaml.safe_load_all(text)
+    assert (service["kind"], broker["kind"], broker["apiVersion"]) == ("Service", "StatefulSet", "apps/v1")
+    pod = broker["spec"]["template"]
+    assert pod["metadata"]["labels"] == broker["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
+    (container,) = pod["spec"]["containers"]
+    assert read_command(container["args"]) == 0
+    assert f"--port={container['ports'][0]['containerPort']}" in container["args"]
+    claims = [claim["metadata"]["name"] for claim in broker["spec"]["volumeClaimTemplates"]]
+    volumes = {volume["name"] for volume in pod["spec"]["volumes"]} | {*claims}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+
+
 def test_prometheus_scrapes_services_of_compose() -> None:
     scrapes = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"]
     targets = {target for one in scrapes for configs in one["static_configs"] for target in configs["targets"]}

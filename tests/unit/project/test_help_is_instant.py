@@ -15,6 +15,7 @@ COMMANDS = {
     "run-api": ["atropos_api"],
     "atropos-grpo": ["example_trainer.grpo"],
     "atropos-grpo-run": ["example_trainer.run"],
+    "atropos-sft": ["example_trainer.sft"],
     "atropos": ["example_trainer.commands.main"],
     "vllm_api_server": ["example_trainer.vllm_api_server"],
     "arithmetic_server serve": ["environments.arithmetic_server", "serve"],

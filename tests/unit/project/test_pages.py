@@ -21,12 +21,14 @@ from environments.sdk.runtime.cli import EnvironmentCommand
 from example_trainer.cli import TrainerCommand
 from example_trainer.commands.main import VERBS
 from example_trainer.commands.memory import MemoryOptions
+from example_trainer.commands.servers import DrainOptions, ScaleOptions
 from example_trainer.commands.top import TopConfig
 from example_trainer.commands.view import RunViewOptions
 from example_trainer.launcher.run_file import RunConfig
 from example_trainer.options.modes import MODES
 from example_trainer.options.presets import PRESETS
 from example_trainer.serving.config import ServerConfig
+from example_trainer.sft.cli import SftCommand
 
 from .programs import environment_class
 
@@ -141,8 +143,18 @@ def test_each_setting_of_each_environment_is_in_the_reference(section: str) -> N
 
 def test_the_help_of_each_option_is_a_sentence() -> None:
     """It begins with a capital letter, or with a value or name of the code, and ends with a full stop."""
-    models = [BrokerConfig, RunConfig, TrainerCommand, ServerConfig, MemoryOptions, TopConfig, RunViewOptions]
+    models = [
+        BrokerConfig,
+        RunConfig,
+        TrainerCommand,
+        SftCommand,
+        ServerConfig,
+        MemoryOptions,
+        TopConfig,
+        RunViewOptions,
+    ]
     models += [EnvironmentCommand, BaseEnvConfig, APIServerConfig, ViewOptions, SftOptions, DpoOptions]
+    models += [ScaleOptions, DrainOptions]
     models += [type(environment_class(name).config_init()[0]) for name in SHIPPED]
     helps = {field.description for model in models for field in model.model_fields.values() if field.description}
     assert [text for text in helps if not (HELP_BEGINS.match(text) and text.endswith("."))] == []

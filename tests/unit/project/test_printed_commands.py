@@ -40,6 +40,7 @@ VARIABLES = re.compile(r"(?:[A-Z_]+=\S+\s+)*")
 OURS = (
     "run-api",
     "atropos-grpo",
+    "atropos-sft",
     "python environments/",
     *(f"python -m example_trainer.{name}" for name in ("grpo", "run", "vllm")),
 )
@@ -172,12 +173,14 @@ def commands_of_our_guides() -> list[object]:
 def test_a_command_of_our_own_guides_is_understood(
     line: str, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Placeholders are filled in, and `/tmp/tiny-chain` is the tiny model; no model, broker or data set is used."""
+    """Placeholders are filled in, and `/tmp/tiny-chain` and an earlier command's output are the tiny model; no other
+    model, no broker and no data set is used.
+    """
     (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "my_env.py").touch()
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[2-3]")
     monkeypatch.setattr("environments.sdk.config._hostnames", lambda listed: ["node2", "node3"])
-    filled = re.sub(r"\bMODEL(_FOLDER)?\b|/tmp/tiny-chain", str(model), line)
+    filled = re.sub(r"\bMODEL(_FOLDER)?\b|/tmp/tiny-chain|runs/\w+/final_model", str(model), line)
     assert start(filled, model, monkeypatch) == 0
 
 

@@ -191,6 +191,12 @@ _OBJECTIVE = {
     "vespo_lambda_pos": Effect(argv="--vespo-lambda-pos 1", beside="--loss-type vespo", holds=_other("train/loss")),
     "vespo_k_neg": Effect(argv="--vespo-k-neg 1", beside="--loss-type vespo", holds=_other("train/loss")),
     "vespo_lambda_neg": Effect(argv="--vespo-lambda-neg 1", beside="--loss-type vespo", holds=_other("train/loss")),
+    "m2_threshold": Effect(
+        argv="--m2-threshold 1e-9", beside="--loss-type m2po", holds=_other("grpo/second_moment_kept")
+    ),
+    "kl_bias_correction": Effect(
+        argv="--kl-bias-correction", beside="--kl-coef 1 --training-steps 2", holds=_other("train/loss")
+    ),
     "tis_cap": Effect(argv="--tis-cap 1.1", beside="--importance-sampling truncated", holds=_other("train/loss")),
     "tis_floor": Effect(argv="--tis-floor 0.9", beside="--importance-sampling truncated", holds=_other("train/loss")),
     "log_ratio_clamp": Effect(
@@ -250,6 +256,7 @@ _OBJECTIVE = {
     "loss_aggregation": Effect(argv="--loss-aggregation sequence", holds=_other("train/loss")),
     "advantage_norm": Effect(argv="--advantage-norm none", holds=_other("train/loss")),
     "use_std_normalization": Effect(argv="--use-std-normalization false", holds=_other("train/loss")),
+    "importance_sampling_level": Effect(argv="--importance-sampling-level sequence", holds=_other("train/loss")),
     "advantage_std": Effect(argv="--advantage-std population", holds=_other("train/loss")),
     "max_response_tokens": Effect(
         argv="--max-response-tokens 6",
@@ -412,6 +419,7 @@ SERVED: dict[str, tuple[str, str]] = {
     "vllm_quantization": ("--vllm-quantization fp8", "--quantization fp8"),
     "vllm_head_dtype": ("--vllm-head-dtype auto", "--head-dtype auto"),
     "vllm_enable_sleep_mode": ("--vllm-enable-sleep-mode", "--enable-sleep-mode"),
+    "vllm_settings": ("--vllm-settings max_num_seqs=3", "--max-num-seqs 3"),
     "log_dir": ("--log-dir somewhere", "--bridge-dir somewhere"),
 }
 """Each flag, and the part of the server's command that is there only with it."""

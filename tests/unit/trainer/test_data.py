@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from atropos_api.wire import Batch, Group
 from environments.sdk.groups import fill_absent
+from example_trainer.config import TrainingConfig
 from example_trainer.data import DataSettings, TrainingBatch, prepare_batch, report_logprobs
 from example_trainer.errors import BadBatch, MissingLogprobs
-from example_trainer.group_sequences import find_temperature, leave_out_absent
+from example_trainer.group_sequences import find_places, find_temperature, leave_out_absent
 from example_trainer.objective.advantages import AdvantageSettings, OverlongSettings, overlong_penalty
+from example_trainer.state import Progress
+from example_trainer.step.train_step import TrainStep
 
 SETTINGS = DataSettings(max_tokens=16, advantages=AdvantageSettings(norm="none"))
 
@@ -326,3 +330,21 @@ def test_the_first_batch_says_that_logprobs_are_there(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO):
         report_logprobs(Batch(number=1, run_id="r", groups=[group()]))
     assert "inference_logprobs found in batch (sample len: 4)" in caplog.text
+
+
+def test_a_rank_s_groups_are_found_in_the_whole_batch_and_equal_ones_each_have_a_place() -> None:
+    other = group(tokens=[[1, 2, 3, 4], [1, 2, 3, 5]])
+    whole = [group(), other, group((1.0, 0.0, 0.5)), group()]
+    assert find_places([other, group((1.0, 0.0, 0.5))], whole) == [1, 2]
+    assert find_places([group(), group()], whole) == [0, 3]
+    lost = group(tokens=[[9, 9, 9, 9], [9, 9, 9, 8]])
+    assert find_places([lost, other], whole) == [4, 1]
+
+
+def test_a_prepared_share_of_a_batch_knows_the_places_of_its_groups() -> None:
+    groups = [group(tokens=[[5 + n, 6, 7, 8], [5 + n, 6, 7, 9]]) for n in range(4)]
+    whole = Batch(number=4, run_id="r", groups=groups)
+    config = TrainingConfig(model_name="m", advantage_norm="none")
+    step = TrainStep(config=config, progress=Progress(), learner=Mock(), alignment=Mock())
+    assert list(step.prepare(whole).places) == [0, 1, 2, 3]
+    assert list(step.prepare(Batch(number=4, run_id="r", groups=[groups[1], groups[3]]), whole).places) == [1, 3]

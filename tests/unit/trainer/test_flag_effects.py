@@ -33,7 +33,7 @@ from .flag_harness import FlagHarness, wandb_file
 from .flags_elsewhere import ELSEWHERE
 
 ROOT = Path(__file__).parents[3]
-ELSEWHERE_LOGGED = ("eval/", "perf/gpu_memory")
+ELSEWHERE_LOGGED = ("eval/", "sft/", "perf/gpu_memory")
 """Metrics that come from environments, or need a GPU."""
 EVERY_TERM = (
     "--training-steps 2 --kl-coef 1 --entropy-coef 1 --distill forward_kl --old-logprobs recomputed "
@@ -66,6 +66,7 @@ def test_every_preset_trains(flag_harness: FlagHarness, name: str) -> None:
 
 def test_every_metric_that_a_run_logs_is_declared_and_the_other_way_round(flag_harness: FlagHarness) -> None:
     flag_harness.run(*EVERY_TERM.split())
+    flag_harness.run("--loss-type", "m2po")
     patterns = [
         re.compile(re.sub(r"\\{\w+\\}", r"\\w+", re.escape(name)))
         for section in metric_sections().values()

@@ -49,6 +49,7 @@ MODES = {
     "broadcast": "--weight-bridge-mode shared_vllm --num-inference-nodes 2",
     "lora_only": "--weight-bridge-mode lora_only",
     "lora_only to two servers": "--weight-bridge-mode lora_only --num-inference-nodes 2",
+    "lora_only to another machine": "--weight-bridge-mode lora_only --vllm-host gpu7.invalid",
     "lora_restart": "--weight-bridge-mode lora_restart",
     "none, registered": "--weight-bridge-mode none --restart-method reload --registered-servers",
     "broadcast, registered": "--weight-bridge-mode shared_vllm --registered-servers",

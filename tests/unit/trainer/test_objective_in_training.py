@@ -79,6 +79,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "vespo": {"loss_type": "vespo"},
     "gpg": {"loss_type": "gpg"},
     "dppo": {"loss_type": "dppo"},
+    "m2po": {"loss_type": "m2po", "m2_threshold": 0.05},
     "reinforce": {"loss_type": "reinforce_with_baseline"},
     "truncated": {"importance_sampling": "truncated", "tis_cap": 1.5},
     "masked": {"importance_sampling": "masked", "tis_cap": 1.5, "tis_floor": 0.5},
@@ -104,6 +105,20 @@ def test_p2_neither_micro_batch_split_nor_packing_changes_loss_or_gradient(
     for loss, gradient in found[1:]:
         assert loss == pytest.approx(found[0][0], abs=1e-6)
         assert_close(gradient, found[0][1])
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_m2po_keeps_the_second_moment_of_a_batch_at_its_threshold(
+    tiny_model: Path, recorded: Batch, mini_batches: int
+) -> None:
+    settings = {"loss_type": "m2po", "m2_threshold": 0.05, "mini_batches": mini_batches, "lr": 0.0}
+    batch = stale(prepare(tiny_model, recorded, **settings))
+    metrics = make_learner(tiny_model, **settings).train(batch).metrics
+    assert metrics["grpo/second_moment"] > 0.2
+    assert 0.03 < metrics["grpo/second_moment_kept"] <= 0.05
+    assert 0.05 < metrics["grpo/clipped_fraction"] < 0.6
+    fresh = make_learner(tiny_model, **settings).train(prepare(tiny_model, recorded, **settings)).metrics
+    assert fresh["grpo/clipped_fraction"] == 0.0
 
 
 def test_identity_1_a_constant_added_to_all_rewards_changes_no_gradient(tiny_model: Path) -> None:

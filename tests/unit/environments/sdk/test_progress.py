@@ -3,14 +3,17 @@
 import anyio
 import pytest
 
+from environments.sdk.members import MemberRule, Members
 from environments.sdk.progress import (
     OpenGroups,
+    collecting_member,
     name_of,
     note_attempt_done,
     note_event,
     note_sequences_done,
 )
-from environments.sdk.runtime.activity import public_url
+from environments.sdk.rollout_metrics import RolloutMetrics
+from environments.sdk.runtime.activity import describe_activity, public_url
 
 
 class Clock:
@@ -63,6 +66,50 @@ def test_tasks_of_a_group_note_to_their_own_group(groups):
         return found
 
     assert sorted(anyio.run(main)) == [("a", "a", 2), ("b", "b", 2), ("c", "c", 2)]
+
+
+def test_the_members_that_are_not_finished_are_told_by_their_index_and_last_event(groups):
+    seen = []
+
+    async def collect():
+        index = len(seen)
+        seen.append(index)
+        note_event(f"tool {index}")
+        if index == 2:
+            await anyio.sleep_forever()
+        return None, []
+
+    async def main():
+        rule = MemberRule(size=4, late="wait", least=4, factor=2.0, draws=1)
+        with groups.collecting("item", 4) as progress:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(Members(collect, rule, RolloutMetrics()).collect)
+                for _ in range(2000):
+                    await anyio.sleep(0.01)
+                    if progress.done == 3:
+                        break
+                (group,) = describe_activity(groups, NoServers(), evaluating=False).slowest
+                tasks.cancel_scope.cancel()
+        return group
+
+    group = anyio.run(main)
+    assert (group.done, group.wanted) == (3, 4)
+    assert [(one.member, one.last_event) for one in group.waiting] == [(2, "tool 2")]
+
+
+class NoServers:
+    servers = ()
+
+
+def test_a_member_that_is_drawn_again_is_told_once(groups):
+    with groups.collecting("item", 2) as progress:
+        with collecting_member(1):
+            note_event("first draw")
+            with collecting_member(1):
+                note_event("second draw")
+                assert [one.event for one in progress.members.values()] == ["second draw"]
+            assert not progress.members
+        assert not progress.members
 
 
 def test_attempts_and_sequences_are_not_counted_twice_nor_beyond_the_group(groups):

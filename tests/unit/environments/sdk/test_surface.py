@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import stat
+import sys
 
 import anyio
 import pytest
@@ -20,6 +21,7 @@ from environments.sdk.runtime.commands import NothingToCollect
 from environments.sdk.runtime.rollouts import Delivery, DrawnItem, RolloutRunner
 from environments.sdk.runtime.worker import EnvironmentWorker, interval_passed
 from environments.sdk.teacher import TeacherDistillationConfig, TeacherDistillationEnv
+from tests.trackio_stand_in import RecordedTrackio
 
 pytestmark = pytest.mark.anyio
 
@@ -315,6 +317,29 @@ async def test_a_run_of_wandb_gets_keys_and_table(tmp_path, monkeypatch):
     assert metrics["train/rollouts"].columns == ["text", "score"]
     assert len(metrics["train/rollouts"].data) == 1
     assert logged[-1] == "finished"
+
+
+async def test_a_run_of_trackio_gets_the_numbers_under_the_name_that_the_launcher_gives(tmp_path, monkeypatch):
+    trackio = RecordedTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    settings = {"use_wandb": False, "use_trackio": True, "trackio_name": "tried-surface"}
+    async with Rehearsal(Env, ["x"], tmp_path, **settings) as rehearsal:
+        await rehearsal.process(1)
+    kinds = [kind for kind, _ in trackio.calls]
+    assert (kinds[0], kinds[1], kinds[-1]) == ("init", "log", "finish")
+    begun, logged = trackio.calls[0][1], trackio.calls[1][1]
+    assert (begun["name"], begun["resume"]) == ("tried-surface", "allow")
+    assert logged["step"] == 1
+    assert "train/rollouts" not in logged
+    assert len(logged) > 2
+
+
+async def test_without_trackio_a_warning_is_logged_and_rollouts_go_on(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    async with Rehearsal(Env, ["x"], tmp_path, use_wandb=False, use_trackio=True) as rehearsal:
+        await rehearsal.process(2)
+    assert caplog.text.count("not logging to Trackio") == 1
+    assert "pip install trackio" in caplog.text
 
 
 class Taught(TeacherDistillationEnv, Env):

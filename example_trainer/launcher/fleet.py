@@ -1,0 +1,284 @@
+"""The inference servers that a launcher starts, and their number, which changes while the run goes on.
+
+The launcher reports on its servers to the broker each second and learns how many are wanted. It starts servers, or has
+the newest ones drained: such a server takes no new request, ends those that it has, and exits; only then are its port
+and its memory free. A server that drains is never started again, whoever asked for it. A server that was added and
+fails before it has ever answered lowers the wanted number instead of ending the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+from atropos_api.common.errors import AtroposError
+from atropos_api.wire import FleetLease, FleetReport, InferenceServer, ServerSet
+from example_trainer.launcher.fleet_plan import FleetLimits, FleetRecord, server_id
+from example_trainer.launcher.plan import Plan, server_name
+from example_trainer.launcher.restarts import Restarts
+from example_trainer.launcher.run_dir import RunDir, reporting_flag, write_yaml
+from example_trainer.launcher.run_file import RunSettings
+from example_trainer.launcher.supervisor import Supervisor, describe_end
+from example_trainer.processes.child import Child, ChildSpec
+from example_trainer.processes.ports import free_port
+
+logger = logging.getLogger(__name__)
+
+REPORT_SECONDS: Final = 1.0
+LOADED: Final = frozenset({"joining", "serving", "draining"})
+"""States in which a registered server has loaded its model."""
+
+NODES_FLAG: Final = "--num-inference-nodes"
+
+
+class FleetClient(Protocol):
+    """The calls to the broker that a fleet makes."""
+
+    def renew_fleet(self, fleet_id: str, report: FleetReport) -> FleetLease: ...
+
+    def remove_fleet(self, fleet_id: str, *, launcher_id: str) -> None: ...
+
+    def get_servers(self, policy: str | None = None) -> ServerSet: ...
+
+    def drain_server(self, server_id: str) -> InferenceServer: ...
+
+    def remove_server(self, server_id: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class _Server:
+    """One server of the fleet; it is among the supervisor's programs unless it waits for a restart."""
+
+    index: int
+    server_id: str
+    answered: bool
+    """True once it has loaded its model, and for the servers that the run started with."""
+    drains: bool = False
+    port: ExitStack = field(default_factory=ExitStack)
+    """Keeps the port of a server that was added from other programs."""
+
+    @property
+    def name(self) -> str:
+        return server_name(self.index)
+
+
+class Fleet:
+    """The inference servers of one launcher."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        limits: FleetLimits,
+        record: FleetRecord,
+        *,
+        settings: RunSettings,
+        run: RunDir,
+        supervisor: Supervisor,
+        broker: FleetClient,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plan = plan
+        self._limits = limits
+        self._record = record
+        self._settings = settings
+        self._run = run
+        self._supervisor = supervisor
+        self._broker = broker
+        self._clock = clock
+        self._launcher_id = secrets.token_hex(8)
+        self._report_at = clock()
+        self._note = ""
+        self._servers: dict[int, _Server] = {}
+        for index in range(min(len(plan.servers), max(1, record.wanted))):
+            self._servers[index] = self._make(index, answered=True)
+
+    @property
+    def names(self) -> list[str]:
+        return [server.name for server in self._servers.values()]
+
+    @property
+    def unsettled(self) -> set[str]:
+        """Names of the servers whose end is no failure of the run: they drain, or were added and never answered."""
+        return {server.name for server in self._servers.values() if server.drains or not server.answered}
+
+    def first_plan(self) -> Plan:
+        """Return the plan with the servers that start at once: fewer than planned if a resumed run had fewer."""
+        left_out = self._plan.servers[len(self._servers) :]
+        if not left_out:
+            return self._plan
+        endpoints = self._plan.endpoints
+        return replace(
+            self._plan,
+            children=tuple(spec for spec in self._plan.children if spec.name not in left_out),
+            servers=self._plan.servers[: len(self._servers)],
+            endpoints=replace(endpoints, vllm_ports=endpoints.vllm_ports[: len(self._servers)]),
+        )
+
+    def for_trainer(self, command: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the trainer's command, in which it awaits no more servers at its start than are wanted now."""
+        if NODES_FLAG in command:
+            at = command.index(NODES_FLAG)
+            command = (*command[:at], *command[at + 2 :])
+        if self._limits.fixed or self._record.wanted >= self._limits.planned:
+            return command
+        at = command.index("--config")
+        return (*command[:at], NODES_FLAG, str(max(1, self._record.wanted)), *command[at:])
+
+    def poll(self, restarts: Restarts, *, ready: bool) -> list[str]:
+        """Note servers that have ended and, once a second, ask the broker and come nearer to the wanted number.
+
+        Returns a line for each thing that has happened. Nothing is started or drained before the run's first servers
+        are `ready`.
+        """
+        lines: list[str] = []
+        try:
+            lines += self._note_ends()
+            if self._clock() >= self._report_at:
+                self._report_at = self._clock() + REPORT_SECONDS
+                lines += self._ask(restarts, ready=ready)
+        except AtroposError as error:  # no broker, an older one, another launcher of this directory, or a full disk
+            logger.debug("the fleet is as it was: %s", error)
+        return lines
+
+    def close(self) -> None:
+        """Tell the broker that the launcher ends; servers are ended by the supervisor."""
+        with suppress(AtroposError):
+            self._broker.remove_fleet(self._run.fleet_id, launcher_id=self._launcher_id)
+        self._broker.close()
+        for server in self._servers.values():
+            server.port.close()
+
+    def _ask(self, restarts: Restarts, *, ready: bool) -> Iterator[str]:
+        lease = self._broker.renew_fleet(self._run.fleet_id, self._report())
+        if lease.request > self._record.request:
+            self._note = ""
+            self._aim_at(lease.wanted, request=lease.request)
+            self._report_at = self._clock()  # whoever asked waits for the report that names the request
+            yield f"{lease.wanted} inference servers are wanted"
+        if self._limits.fixed:
+            return
+        found = self._broker.get_servers(self._settings.trainer.policy)
+        states = {server.server_id: server.state for server in found.servers}
+        yield from self._note_states(states)
+        if ready:
+            yield from self._add_missing()
+            yield from self._release_surplus(states, restarts, complete=found.complete)
+
+    def _report(self) -> FleetReport:
+        return FleetReport(
+            launcher_id=self._launcher_id,
+            policy=self._settings.trainer.policy,
+            wanted=self._record.wanted,
+            running=self._limits.planned if self._limits.fixed else len(self._staying()),
+            least=self._limits.least,
+            most=self._limits.most,
+            request=self._record.request,
+            limit=self._limits.limit,
+            fixed=self._limits.fixed,
+            note=self._note[:1000],
+        )
+
+    def _aim_at(self, wanted: int, *, request: int | None = None) -> None:
+        record = replace(self._record, wanted=wanted, request=self._record.request if request is None else request)
+        with reporting_flag(self._run.root, "--run-dir"):
+            record.write(self._run)
+        self._record = record
+
+    def _staying(self) -> list[_Server]:
+        return [server for server in self._servers.values() if not server.drains]
+
+    def _note_states(self, states: Mapping[str, str]) -> Iterator[str]:
+        """Note which servers have loaded, and which were told to drain by somebody else."""
+        for server in self._servers.values():
+            state = states.get(server.server_id)
+            server.answered = server.answered or state in LOADED
+            if state == "draining" and not server.drains:
+                self._aim_at(max(0, self._record.wanted - 1))
+                server.drains = True
+                yield f"{server.name} drains"
+
+    def _note_ends(self) -> Iterator[str]:
+        """Forget the servers that have drained, and those that were added and did not start."""
+        if self._limits.fixed:  # none of these is told to drain, so each end is a failure
+            return
+        for server in list(self._servers.values()):
+            child = self._child(server)
+            code = None if child is None else child.exit_code
+            if child is None or code is None or (server.answered and not server.drains and code != 0):
+                continue
+            how = describe_end(child)
+            if not server.drains:
+                self._aim_at(max(0, self._record.wanted - 1))
+            self._forget(server)
+            if server.drains or code == 0:
+                yield f"{server.name} has left{'' if code == 0 else f': it {how}'}"
+            else:
+                self._note = f"{server.name} did not start: it {how}; see {child.log_path}"
+                yield self._note
+
+    def _add_missing(self) -> Iterator[str]:
+        while len(self._staying()) < self._record.wanted:
+            index = next(index for index in range(len(self._servers) + 1) if index not in self._servers)
+            server = self._make(index, answered=False)
+            try:
+                spec = self._plan_server(server)
+            except AtroposError as error:  # no GPU for it, no free port, no place for its settings
+                server.port.close()
+                self._note = str(error)
+                self._aim_at(len(self._staying()))
+                yield f"no server can be added: {error}"
+                return
+            self._servers[index] = server
+            self._supervisor.start(spec)
+            yield f"{server.name} starts"
+
+    def _plan_server(self, server: _Server) -> ChildSpec:
+        """Return the program of a server; one that the run's settings ask for keeps its port."""
+        planned = self._plan.child(server.name)
+        if planned is not None:
+            return planned
+        assert self._plan.add_server is not None
+        spec, files = self._plan.add_server(server.index, free_port(held=server.port))
+        with reporting_flag(self._run.configs, "--run-dir"):
+            for path, content in files.items():
+                write_yaml(path, content)
+        return spec
+
+    def _release_surplus(self, states: Mapping[str, str], restarts: Restarts, *, complete: bool) -> Iterator[str]:
+        """Have the newest servers drained; stop those that nobody can have sent a request."""
+        newest_first = sorted(self._staying(), key=lambda server: -server.index)
+        for server in newest_first[: max(0, len(newest_first) - self._record.wanted)]:
+            state = states.get(server.server_id)
+            if self._child(server) is None:
+                restarts.cancel(server.name)
+                self._forget(server)
+                yield f"{server.name} is not started again"
+            elif state in LOADED:
+                self._broker.drain_server(server.server_id)
+                server.drains = True
+                yield f"{server.name} drains"
+            elif state == "starting" or complete:  # it answers nobody; in an incomplete set it may only be missing
+                self._forget(server)
+                yield f"{server.name} is stopped before it has served"
+
+    def _make(self, index: int, *, answered: bool) -> _Server:
+        return _Server(index=index, server_id=server_id(self._settings, self._run, index), answered=answered)
+
+    def _child(self, server: _Server) -> Child | None:
+        return self._supervisor.find(server.name)
+
+    def _forget(self, server: _Server) -> None:
+        """End what is left of a server, also at the broker, and give its port back."""
+        if server.name in self._supervisor:
+            self._supervisor.stop(server.name)
+        with suppress(AtroposError):  # one that was killed holds its lease, and would be taken for the next of its name
+            self._broker.remove_server(server.server_id)
+        server.port.close()
+        del self._servers[server.index]

@@ -1,0 +1,115 @@
+"""The number of a launch's inference servers, as far as it is known before any of them starts.
+
+`limits_of` tells how many there can be, or why their number is fixed; `FleetRecord` is the number that was asked for
+last, which a resumed run goes on with; `server_id` is the name under which each of them registers at the broker.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from example_trainer.launcher.run_dir import RunDir, write_json
+from example_trainer.launcher.run_file import RunConfig, RunSettings
+from example_trainer.processes.child import ChildSpec
+from example_trainer.processes.gpus import count_gpus, serves_from_gpu
+
+MOST_SERVERS: Final = 64
+"""The most servers of a launcher where no GPU limits them."""
+
+AddedServer = tuple[ChildSpec, Mapping[Path, Mapping[str, Any]]]
+"""A server that is planned while the others run, and the content of its settings file, by path."""
+
+_FIXED: Final[Mapping[str, str]] = {
+    "shared_vllm": "servers that come and go take weights by broadcast: start the run with --registered-servers",
+    "lora_only": "trainer and environments were given the servers' addresses: start the run with --registered-servers",
+    "lora_restart": "mode lora_restart replaces its one server: start the run with --weight-bridge-mode lora_only "
+    "--registered-servers",
+    "none": "mode none replaces its one server: start the run with --registered-servers --restart-method reload",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetLimits:
+    """The numbers of inference servers that a launcher can run."""
+
+    planned: int
+    """The number that the run's settings ask for."""
+    least: int
+    most: int
+    limit: str = ""
+    """The reason why there cannot be more than `most`."""
+    fixed: str = ""
+    """The reason why the number cannot change; empty if it can."""
+
+    def describe(self, wanted: int) -> str:
+        counts = f"inference servers: {wanted} wanted, {self.planned} planned"
+        if self.fixed:
+            return f"{counts}; atropos scale cannot change it: {self.fixed}"
+        return f"{counts}; atropos scale takes {self.least} to {self.most}{f': {self.limit}' if self.limit else ''}"
+
+
+def limits_of(config: RunConfig, environ: Mapping[str, str]) -> FleetLimits:
+    """Return how many servers the launcher can run with these settings on this machine."""
+    planned = 0 if config.remote_servers else config.local_servers
+    if fixed := _why_fixed(config):
+        return FleetLimits(planned=planned, least=planned, most=planned, fixed=fixed)
+    if not serves_from_gpu(environ):
+        return FleetLimits(planned=planned, least=1, most=max(planned, MOST_SERVERS))
+    if config.vllm_gpu is None:
+        limit = f"they divide the memory of the trainer's GPU by --num-inference-nodes {planned}; give that a higher "
+        limit += "number, or give the servers GPUs of their own with --vllm-gpu"
+        return FleetLimits(planned=planned, least=1, most=planned, limit=limit)
+    gpus = count_gpus(environ)
+    most = (gpus - config.vllm_gpu) // config.vllm_tensor_parallel_size
+    limit = f"of {gpus} GPUs those from --vllm-gpu {config.vllm_gpu} on are theirs, "
+    limit += f"{config.vllm_tensor_parallel_size} each"
+    return FleetLimits(planned=planned, least=1, most=max(planned, most), limit=limit)
+
+
+def _why_fixed(config: RunConfig) -> str:
+    if not config.registered_servers:
+        return _FIXED[config.weight_bridge_mode]
+    if config.start_vllm == "never":
+        return (
+            "with --start-vllm never the launcher starts none: add one by vllm_api_server --broker-url, and take one "
+            "out by atropos drain"
+        )
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetRecord:
+    """The number of servers that is wanted, as the run directory keeps it over the launcher's restarts."""
+
+    planned: int
+    wanted: int
+    request: int = 0
+    """The number of the broker's request that asked for it."""
+
+    @classmethod
+    def read(cls, run: RunDir, limits: FleetLimits, *, resumes: bool) -> FleetRecord:
+        """Return the number that a resumed run left off with, unless its settings ask for another than they did."""
+        fresh = cls(planned=limits.planned, wanted=limits.planned)
+        if not resumes or limits.fixed:
+            return fresh
+        try:
+            found = cls(**json.loads(run.fleet_record.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return fresh
+        if found.planned != limits.planned:
+            return cls(planned=limits.planned, wanted=limits.planned, request=found.request)
+        wanted = min(max(found.wanted, limits.least), limits.most)
+        return cls(planned=found.planned, wanted=wanted, request=found.request)
+
+    def write(self, run: RunDir) -> None:
+        write_json(run.fleet_record, asdict(self))
+
+
+def server_id(settings: RunSettings, run: RunDir, index: int) -> str:
+    """Return the name under which the launcher's server with this index registers, which no other launcher gives."""
+    first = settings.section("vllm").get("server_id") or f"{run.fleet_id}.vllm"
+    return str(first) if index == 0 else f"{first}-{index + 1}"

@@ -1,0 +1,177 @@
+"""A supervisor whose programs run in seats; those without a role run beside the launcher, as under `Supervisor`.
+
+A gang is one program here: it has ended well once all its processes have, and has failed with the first that fails.
+Then all of them are stopped, and started again together. Where a seat is lost, the role is released and placed anew in
+a thread, so that the launch goes on meanwhile; a role without a place after the time for it has failed once more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from example_trainer.launcher.placement.roles import Placement, PlacementFailed, Places, Role, Seat
+from example_trainer.launcher.supervisor import STOP_GRACE_SECONDS, Supervisor
+from example_trainer.processes.child import ChildSpec, LostProcess, SupervisedProgram
+
+_PARALLEL_STOPS = 32
+
+
+@dataclass(kw_only=True, slots=True)
+class SeatedProgram(SupervisedProgram):
+    """One program in the seats of its role."""
+
+    role: Role
+    seats: Sequence[Seat] = ()
+    """Its seats; none while it waits for a place."""
+    _code: int | None = field(default=None)
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._code
+
+    def look(self, lost: Mapping[str, str]) -> None:
+        """Take over the state of its processes; `lost` has the reasons for the lost seats by name."""
+        codes: list[int | None] = []
+        for name, seat in zip(self.role.program_names, self.seats, strict=bool(self.seats)):
+            state = seat.state()
+            loss = f"its seat on {seat.address} ({lost[seat.name]})" if seat.name in lost else state.loss
+            if loss is not None or state.exit_code:
+                self.log_path = self.log_path.with_name(f"{name}.log")
+            if loss is not None and self.loss is None:
+                self.loss = LostProcess(title=loss, noticed_at=time.monotonic())
+            codes.append(state.exit_code)
+        failed = [code for code in codes if code]
+        self._code = failed[0] if failed else 0 if codes and None not in codes else None
+
+
+class SeatedSupervisor(Supervisor):
+    """Starts, watches and ends the programs of one launcher, in seats and here."""
+
+    def __init__(self, log_dir: Path, placement: Placement, *, variables: Mapping[str, str] | None = None) -> None:
+        """`variables` are given to each program in a seat: it inherits its node's, not the launcher's."""
+        super().__init__(log_dir)
+        self._logs = log_dir
+        self._placement = placement
+        self._variables = variables or {}
+        self._roles: dict[str, Role] = {}
+        self._seats: dict[str, Sequence[Seat]] = {}
+        self._programs: dict[str, SeatedProgram] = {}
+        self._placing: dict[str, Future[Places]] = {}
+        self._threads = ThreadPoolExecutor(_PARALLEL_STOPS, thread_name_prefix="placement")
+
+    def place(self, roles: Sequence[Role], on_wait: Callable[[], None]) -> None:
+        """Place all roles of the launch, before any program is started; raise `PlacementFailed` if one has no place."""
+        self._seats.update(self._placement.place(roles, on_wait))
+        self._roles.update((role.name, role) for role in roles)
+
+    def describe_places(self) -> Mapping[str, Any]:
+        return self._placement.describe()
+
+    def __getitem__(self, name: str) -> SupervisedProgram:
+        return self._programs[name] if name in self._programs else super().__getitem__(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._programs or super().__contains__(name)
+
+    def start(self, spec: ChildSpec, *, restarted: int = 0) -> SupervisedProgram:
+        """Start a program here, or in the seats of its role; one without seats is started once they are found."""
+        role = self._role_of(spec.name)
+        if role is None:
+            return super().start(spec, restarted=restarted)
+        program = SeatedProgram(
+            spec=replace(spec, environment={**self._variables, **spec.environment}),
+            log_path=self._logs / f"{spec.name}.log",
+            started_at=time.monotonic(),
+            restarted=restarted,
+            role=role,
+        )
+        self._programs[spec.name] = program
+        if role.name in self._seats:
+            self._start_in_seats(program)
+        else:
+            self._placing[role.name] = self._threads.submit(self._placement.place, [role], lambda: None)
+        return program
+
+    def failed(self) -> list[SupervisedProgram]:
+        """Return the programs that ended or lost something, those that found no place among them."""
+        failed = super().failed()
+        for name, found in list(self._placing.items()):
+            if found.done():
+                del self._placing[name]
+                self._take_seats(self._programs[name], found)
+        if not self._programs:
+            return failed
+        lost = self._placement.lost()
+        for program in self._programs.values():
+            program.look(lost)
+        return [*failed, *(program for program in self._programs.values() if program.has_failed or program.loss)]
+
+    def stop(self, name: str, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
+        program = self._programs.pop(name, None)
+        if program is None:
+            super().stop(name, grace_seconds=grace_seconds)
+            return
+        waiting = self._placing.pop(name, None)
+        self._stop_all(program.seats, grace_seconds)
+        if waiting is not None:
+            waiting.add_done_callback(lambda _: self._placement.release(name))
+        lost = self._placement.lost()
+        if any(seat.name in lost for seat in program.seats):
+            del self._seats[name]
+            self._placement.release(name)
+
+    def close(self, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
+        """End the programs in seats, then those here: what the first still say reaches the broker."""
+        programs = list(self._programs.values())
+        self._programs.clear()
+        self._stop_all((seat for program in programs for seat in program.seats), grace_seconds)
+        super().close(grace_seconds=grace_seconds)
+        self._placement.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _role_of(self, name: str) -> Role | None:
+        """Return the role of a program; that of a server which was not there at the start is like the first one's."""
+        stem, _, number = name.rpartition("-")
+        if name not in self._roles and stem in self._roles and number.isdecimal():
+            self._roles[name] = replace(self._roles[stem], name=name)
+        return self._roles.get(name)
+
+    def _stop_all(self, seats: Iterable[Seat], grace_seconds: float) -> None:
+        for stopped in [self._threads.submit(seat.stop, grace_seconds) for seat in seats]:
+            stopped.result()
+
+    def _take_seats(self, program: SeatedProgram, found: Future[Places]) -> None:
+        try:
+            self._seats.update(found.result())
+        except PlacementFailed as error:
+            program.loss = LostProcess(title=f"its place: {error}", noticed_at=time.monotonic())
+            return
+        self._start_in_seats(program)
+
+    def _start_in_seats(self, program: SeatedProgram) -> None:
+        """Start the program in each seat of its role: the ranks of a gang meet at the first seat."""
+        role, seats = program.role, self._seats[program.role.name]
+        program.seats = seats
+        meeting = f"tcp://{seats[0].address}:{seats[0].free_port()}" if role.seats > 1 else ""
+        for rank, (name, seat) in enumerate(zip(role.program_names, seats, strict=True)):
+            spec = replace(program.spec, name=name)
+            if role.is_reached:
+                spec = replace(spec, environment={"MASTER_ADDR": seat.address, **spec.environment})
+            if role.seats > 1:
+                spec = _as_rank(spec, rank, role.seats, meeting)
+            seat.start(spec)
+
+
+def _as_rank(spec: ChildSpec, rank: int, world_size: int, meeting: str) -> ChildSpec:
+    """Return the program of one rank, with the variables that torchrun would set; each rank sees its own GPUs only."""
+    variables = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
+    return replace(
+        spec,
+        command=(*spec.command, "--init-method", meeting),
+        environment={**spec.environment, **variables},
+    )

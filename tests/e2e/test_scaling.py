@@ -1,0 +1,218 @@
+"""The number of inference servers changes while a run goes on and clients send: no request fails.
+
+The servers are stand-ins that register at a real broker, and the launcher is the real one; the last test has real vLLM
+servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Self
+
+import pytest
+import yaml
+
+from atropos_api.client import AsyncBrokerClient, BrokerClient
+from atropos_api.wire import Fleet, InferenceServer
+from environments.sdk.config import APIServerConfig
+from environments.sdk.server_manager import ServerManager
+from example_trainer.commands.servers import scale
+from example_trainer.processes.tree import wait_until
+
+from .conftest import Launched
+from .registered_standin import PLACES
+
+ROOT = Path(__file__).resolve().parents[2]
+LONG = bool(os.environ.get("ATROPOS_SCALING"))
+CLIENTS = 64
+LIMIT_SECONDS = 60.0
+REGISTERED = ("--registered-servers", "--weight-bridge-mode", "lora_only", "--training-steps", "5")
+LEASE = ("--api.server_lease", "5")
+
+
+class Scene:
+    """A launched run with its broker."""
+
+    def __init__(self, launched: Launched) -> None:
+        self.launched = launched
+        settings = launched.run_dir / "configs/vllm.yaml"
+        assert wait_until(settings.exists, LIMIT_SECONDS), launched.logs()
+        self.url = yaml.safe_load(settings.read_text())["vllm"]["broker_url"]
+        self.broker = BrokerClient(self.url, retry_seconds=LIMIT_SECONDS)
+
+    @property
+    def fleet(self) -> Fleet:
+        assert wait_until(lambda: bool(self.broker.get_fleets().fleets), LIMIT_SECONDS), self.launched.logs()
+        return self.broker.get_fleets().fleets[0]
+
+    def serving(self) -> list[InferenceServer]:
+        return [row for row in self.broker.get_servers().servers if row.state == "serving"]
+
+    def wait_for_serving(self, count: int, limit_seconds: float = LIMIT_SECONDS) -> list[InferenceServer]:
+        def reached() -> bool:
+            assert self.launched.process.poll() is None, self.launched.logs()
+            return len(self.serving()) == count and self.fleet.running == count
+
+        assert wait_until(reached, limit_seconds), (self.broker.get_servers(), self.launched.logs())
+        return self.serving()
+
+    def verb(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "example_trainer.commands.main", *words, "--broker", self.url]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+
+
+@pytest.fixture
+def start(standins: Callable[..., Launched]) -> Iterator[Callable[..., Scene]]:
+    """Start a run over stand-ins whose trainer does nothing after its steps."""
+    scenes: list[Scene] = []
+
+    def begin(*flags: str, **variables: str) -> Scene:
+        scenes.append(Scene(standins(*REGISTERED, *LEASE, *flags, STANDIN_TRAINER="hang", **variables)))
+        return scenes[-1]
+
+    yield begin
+    for scene in scenes:
+        scene.broker.close()
+
+
+class Traffic:
+    """Clients that each ask for one completion after the other, by an environment's pool of registered servers."""
+
+    def __init__(self, url: str) -> None:
+        self.tokens = 0
+        self.failures: list[BaseException] = []
+        self._url = url
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(LIMIT_SECONDS)
+
+    def tokens_per_second(self, seconds: float) -> float:
+        before, began = self.tokens, time.monotonic()
+        time.sleep(seconds)
+        return (self.tokens - before) / (time.monotonic() - began)
+
+    async def _run(self) -> None:
+        template = APIServerConfig(server_type="vllm", policy="default", num_max_requests_at_once=512)
+        manager = ServerManager([template], load_tokenizer=object)  # without a vocabulary to compare
+        assert manager.registered is not None
+        async with AsyncBrokerClient(self._url) as broker:
+            following = asyncio.create_task(manager.registered.follow(broker))
+            await asyncio.gather(*(self._ask(manager) for _ in range(CLIENTS)))
+            following.cancel()
+        await manager.aclose()
+
+    async def _ask(self, manager: ServerManager) -> None:
+        while not self._stop.is_set():
+            try:
+                _, tokens, _, _ = await manager.tokens_and_logprobs_completion(input_ids=[5, 6], max_tokens=32, n=1)
+            except Exception as error:
+                self.failures.append(error)
+                return
+            self.tokens += len(tokens[0])
+
+
+def test_from_one_server_to_three_and_back_no_request_fails_and_the_new_ones_take_their_part(start) -> None:
+    scene = start()
+    (first,) = scene.wait_for_serving(1)
+    with Traffic(scene.url) as traffic:
+        assert wait_until(lambda: traffic.tokens > 0 or bool(traffic.failures), LIMIT_SECONDS)
+        at_one = traffic.tokens_per_second(2.0)
+        scaled = scene.verb("scale", "vllm=3")
+        assert (scaled.returncode, scaled.stderr) == (0, "")
+        assert len({row.url for row in scene.wait_for_serving(3)}) == 3
+        # Requests that wait at the first one end there, so the others fill as new ones are made. A server tells those
+        # that it computes when it renews its lease.
+        full = wait_until(lambda: all(row.running == PLACES for row in scene.serving()), LIMIT_SECONDS)
+        assert full, scene.serving()
+        at_three = traffic.tokens_per_second(2.0)
+
+        scale(scene.broker, 1, wait_seconds=20.0)
+        (left,) = scene.wait_for_serving(1)
+        after = traffic.tokens_per_second(0.5)
+    assert traffic.failures == []
+    assert left.server_id == first.server_id
+    assert at_three >= (2.5 if LONG else 1.5) * at_one, (at_one, at_three)
+    assert after > 0
+    reasons = Counter(row.reason for row in scene.broker.get_servers().servers if row.state == "gone")
+    assert reasons == {"it left": 2}
+    children = [" ".join(child.cmdline()) for child in scene.launched.tree() if child.is_running()]
+    assert sum("registered_standin.py" in line for line in children) == 1, "the others' memory is free"
+
+
+def test_a_drained_server_ends_and_is_not_started_again(start) -> None:
+    scene = start("--num-inference-nodes", "2")
+    rows = scene.wait_for_serving(2)
+    drained = scene.verb("drain", rows[1].url)
+    assert (drained.returncode, drained.stderr) == (0, "")
+    assert "has left" in drained.stdout or "it left" in drained.stdout
+    scene.wait_for_serving(1)
+    assert (scene.fleet.wanted, scene.fleet.running) == (1, 1)
+    assert json.loads((scene.launched.run_dir / "fleet.json").read_text())["wanted"] == 1
+    assert [row.server_id for row in scene.serving()] == [rows[0].server_id]
+
+
+def test_an_added_server_that_does_not_start_leaves_the_run_as_it_was_and_says_why(start) -> None:
+    scene = start(STANDIN_VLLM="lone")
+    scene.wait_for_serving(1)
+    assert scene.verb("scale", "vllm=2").returncode == 0
+    assert wait_until(lambda: bool(scene.fleet.note), LIMIT_SECONDS), scene.launched.logs()
+    assert "vllm-2 did not start: it exited with code 1" in scene.fleet.note
+    assert (scene.fleet.wanted, scene.fleet.running) == (1, 1)
+    assert scene.launched.process.poll() is None
+
+
+@pytest.mark.skipif(not LONG, reason="a second launch: ATROPOS_SCALING=1")
+def test_a_killed_launcher_goes_on_with_the_number_that_was_asked_for(start, standins) -> None:
+    scene = start()
+    scene.wait_for_serving(1)
+    assert scene.verb("scale", "vllm=2").returncode == 0
+    scene.wait_for_serving(2)
+    name = scene.fleet.fleet_id
+    scene.launched.process.kill()
+    scene.launched.process.communicate(timeout=LIMIT_SECONDS)
+    (scene.launched.run_dir / "configs/vllm.yaml").unlink()  # else it names the broker of the killed launcher
+    again = start("--resume", "auto")
+    again.wait_for_serving(2)
+    assert (again.fleet.fleet_id, again.fleet.wanted) == (name, 2)
+
+
+def test_where_the_servers_are_fixed_the_launcher_says_which_mode_has_others(standins, tmp_path) -> None:
+    command = [sys.executable, "-m", "example_trainer.run", "--model-name", str(tmp_path / "model"), "--dry-run"]
+    shown = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False).stdout
+    assert "atropos scale cannot change it: servers that come and go take weights by broadcast" in shown
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(not LONG, reason="minutes: ATROPOS_SCALING=1")
+def test_real_servers_from_one_to_two_and_back_while_the_demo_trains(start_launcher: Callable[..., Launched]) -> None:
+    flags = ("--weight-bridge-mode", "lora_only", "--registered-servers", "--training-steps", "1000")
+    quick = ("--seed", "1", "--env.eval_at_start", "false", "--env.eval_at_end", "false")
+    run = ("-m", "example_trainer.run", "--config", str(ROOT / "configs/demo.yaml"))
+    scene = Scene(start_launcher(sys.executable, *run, *flags, *quick))
+    scene.launched.wait_for_steps(1, 600)
+    assert scene.verb("scale", "vllm=2").returncode == 0
+    scene.wait_for_serving(2, 600)
+    scene.launched.wait_for_steps(scene.launched.steps() + 2, 300)
+    assert scene.verb("scale", "vllm=1").returncode == 0
+    scene.wait_for_serving(1, 300)
+    scene.launched.wait_for_steps(scene.launched.steps() + 2, 300)
+    rows = [json.loads(line) for line in scene.launched.metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert scene.broker.status()["dropped_groups"] == {}
+    scene.broker.close()

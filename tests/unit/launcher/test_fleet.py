@@ -1,0 +1,336 @@
+"""The launcher's inference servers follow the number that is asked for at the broker, over real programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from atropos_api.broker.fleets import Fleets
+from atropos_api.broker.inference_servers import InferenceServers
+from atropos_api.client import BrokerUnreachable
+from atropos_api.wire import FleetLease, FleetReport, InferenceServer, ServerReport, ServerSet
+from example_trainer.launcher.endpoints import settle_endpoints
+from example_trainer.launcher.fleet import REPORT_SECONDS, Fleet
+from example_trainer.launcher.fleet_plan import FleetRecord, limits_of
+from example_trainer.launcher.plan import Plan, make_plan
+from example_trainer.launcher.restarts import RestartBudget, Restarts
+from example_trainer.launcher.run_dir import RunDir, plan_run_dir
+from example_trainer.launcher.run_file import RunSettings, read_settings
+from example_trainer.launcher.supervisor import Supervisor
+from example_trainer.processes.tree import wait_until
+
+FLAGS = ("--registered-servers", "--weight-bridge-mode", "lora_only", "--env.server", __file__)
+WAITS = "import time; time.sleep(600)"
+FAILS = "raise SystemExit('ValueError: no memory')"
+
+
+class Broker:
+    """The broker's own registry and fleets, without HTTP; `reachable` is false while nothing answers."""
+
+    def __init__(self, clock) -> None:
+        self.servers = InferenceServers(clock, lease_seconds=1000.0, first_epoch=1)
+        self.fleets = Fleets(clock)
+        self.reachable = True
+
+    def renew_fleet(self, fleet_id: str, report: FleetReport) -> FleetLease:
+        self._check()
+        return self.fleets.renew(fleet_id, report)
+
+    def remove_fleet(self, fleet_id: str, *, launcher_id: str) -> None:
+        self._check()
+        self.fleets.remove(fleet_id, launcher_id)
+
+    def get_servers(self, policy: str | None = None) -> ServerSet:
+        self._check()
+        return self.servers.select(policy)
+
+    def drain_server(self, server_id: str) -> InferenceServer:
+        self._check()
+        return self.servers.drain(server_id)
+
+    def remove_server(self, server_id: str) -> None:
+        self._check()
+        self.servers.remove(server_id)
+
+    def close(self) -> None: ...
+
+    def _check(self) -> None:
+        if not self.reachable:
+            raise BrokerUnreachable("nothing answers")
+
+
+class Scene:
+    """A fleet of a run directory, with sleeping programs in place of its servers."""
+
+    def __init__(self, tmp_path: Path, supervisor: Supervisor, *flags: str) -> None:
+        self.now = 0.0
+        self.broker = Broker(lambda: self.now)
+        self.run_dir, self.supervisor, self.flags = tmp_path / "run", supervisor, flags
+        self.restarts = Restarts(supervisor, RestartBudget(restarts=3, window_seconds=100.0), clock=lambda: self.now)
+        self.code = WAITS
+        self.launch()
+
+    def launch(self, *more: str) -> None:
+        """Start the launcher's part, as `Launch` does."""
+        self.settings, self.run, self.plan = planned(self.run_dir, *FLAGS, *self.flags, *more)
+        self.run.create()
+        limits = limits_of(self.settings.trainer, os.environ)
+        resumes = self.settings.trainer.resume is not None
+        self.fleet = Fleet(
+            self._with_programs(self.plan),
+            limits,
+            FleetRecord.read(self.run, limits, resumes=resumes),
+            settings=self.settings,
+            run=self.run,
+            supervisor=self.supervisor,
+            broker=self.broker,
+            clock=lambda: self.now,
+        )
+        for spec in self.fleet.first_plan().children:
+            if spec.name in self.fleet.names:
+                self.supervisor.start(spec)
+
+    def _with_programs(self, plan: Plan) -> Plan:
+        program = (sys.executable, "-c")
+        children = tuple(replace(spec, command=(*program, WAITS)) for spec in plan.children)
+        assert plan.add_server is not None
+        add = plan.add_server
+
+        def added(index, port):
+            spec, files = add(index, port)
+            return replace(spec, command=(*program, self.code)), files
+
+        return replace(plan, children=children, add_server=added)
+
+    def poll(self, *, ready: bool = True) -> list[str]:
+        self.now += REPORT_SECONDS
+        return self.fleet.poll(self.restarts, ready=ready)
+
+    def scale(self, wanted: int) -> list[str]:
+        """Ask for a number, and return what the launcher did about it."""
+        self.broker.fleets.scale(self.run.fleet_id, wanted)
+        return [*self.poll(), *self.poll()]
+
+    def server_id(self, name: str) -> str:
+        return f"{self.run.fleet_id}.{name}"
+
+    def register(self, *names: str, ready: bool = True) -> None:
+        for name in names:
+            boot_id = str(self.supervisor[name].process.pid)
+            report = ServerReport(
+                lease_id=f"lease-{name}-{boot_id}", boot_id=boot_id, mode="adapters", port=9, ready=ready
+            )
+            self.broker.servers.renew(self.server_id(name), report, "127.0.0.1")
+
+    def leave(self, name: str) -> None:
+        """End a server's program with exit code 0, as after its last request."""
+        end(self.supervisor, name)
+
+    @property
+    def running(self) -> set[str]:
+        return {child.name for child in self.supervisor if child.exit_code is None}
+
+    @property
+    def seen(self):
+        return self.broker.fleets.describe(self.run.fleet_id)
+
+
+def planned(run_dir: Path, *argv: str) -> tuple[RunSettings, RunDir, Plan]:
+    settings = read_settings(["--model-name", "some/model", "--run-dir", str(run_dir), *argv])
+    run = plan_run_dir(settings.trainer.run_dir, name="x", log_dir=None, resume=settings.trainer.resume is not None)
+    return settings, run, make_plan(settings, run, settle_endpoints(settings), model="some/model")
+
+
+def end(supervisor: Supervisor, name: str) -> None:
+    """Replace a program by one that exits with code 0."""
+    spec = supervisor[name].spec
+    supervisor.stop(name, grace_seconds=0)
+    child = supervisor.start(replace(spec, command=(sys.executable, "-c", "")))
+    assert wait_until(lambda: child.exit_code is not None, 20)
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
+    with Supervisor(tmp_path) as supervisor:
+        yield supervisor
+
+
+@pytest.fixture
+def scene(tmp_path: Path, supervisor: Supervisor) -> Iterator[Scene]:
+    scene = Scene(tmp_path, supervisor)
+    scene.poll()
+    scene.register("vllm")
+    yield scene
+    scene.fleet.close()
+
+
+def test_servers_are_added_with_ids_ports_and_settings_of_their_own(scene: Scene) -> None:
+    assert scene.scale(3) == ["3 inference servers are wanted", "vllm-2 starts", "vllm-3 starts"]
+    assert scene.running == {"vllm", "vllm-2", "vllm-3"}
+    assert (scene.seen.wanted, scene.seen.running, scene.seen.followed) == (3, 3, True)
+    configs = {name: (scene.run.configs / f"{name}.yaml").read_text() for name in ("vllm-2", "vllm-3")}
+    for name, text in configs.items():
+        assert f"server_id: {scene.server_id(name)}" in text
+    assert len({line for text in configs.values() for line in text.splitlines() if "port:" in line}) == 2
+
+
+def test_the_newest_servers_drain_first_and_are_forgotten_when_they_have_ended(scene: Scene) -> None:
+    scene.scale(3)
+    scene.register("vllm-2", "vllm-3")
+    assert scene.scale(1) == ["1 inference servers are wanted", "vllm-3 drains", "vllm-2 drains"]
+    assert scene.running == {"vllm", "vllm-2", "vllm-3"}, "they end their requests"
+    assert {row.state for row in scene.broker.get_servers().servers} == {"joining", "draining"}
+    assert scene.seen.running == 1
+    scene.leave("vllm-3")
+    assert scene.poll() == ["vllm-3 has left"]
+    os.kill(scene.supervisor["vllm-2"].process.pid, signal.SIGKILL)
+    assert wait_until(lambda: scene.supervisor["vllm-2"].exit_code is not None, 20)
+    assert scene.restarts.note_failures((), apart=scene.fleet.unsettled) == [], "it was to end"
+    (line,) = scene.poll()
+    assert line.startswith("vllm-2 has left: it was killed by SIGKILL")
+    assert {child.name for child in scene.supervisor} == {"vllm"}
+    assert scene.scale(2)[1:] == ["vllm-2 starts"]
+
+
+def test_a_server_that_somebody_drains_is_not_replaced(scene: Scene) -> None:
+    scene.scale(2)
+    scene.register("vllm-2")
+    scene.broker.servers.drain(scene.server_id("vllm"))
+    assert scene.poll() == ["vllm drains"]
+    scene.leave("vllm")
+    assert scene.poll() == ["vllm has left"]
+    scene.poll()
+    assert scene.running == {"vllm-2"}
+    assert (scene.seen.wanted, scene.seen.running) == (1, 1)
+    assert json.loads(scene.run.fleet_record.read_text())["wanted"] == 1
+
+
+def test_an_added_server_that_fails_at_its_start_lowers_the_number_and_ends_nothing(scene: Scene) -> None:
+    scene.code = FAILS
+    scene.scale(2)
+    assert wait_until(lambda: scene.supervisor["vllm-2"].exit_code is not None, 20)
+    assert scene.restarts.note_failures((), apart=scene.fleet.unsettled) == []
+    (line,) = scene.poll()
+    assert line.startswith("vllm-2 did not start: it exited with code 1")
+    scene.poll()
+    assert (scene.seen.wanted, scene.seen.running, scene.seen.note) == (1, 1, line)
+    scene.code = WAITS
+    scene.scale(2)
+    assert (scene.seen.running, scene.seen.note) == (2, ""), "the note was about the earlier request"
+
+
+def test_a_server_that_has_answered_once_is_restarted_as_any_other(scene: Scene) -> None:
+    scene.scale(2)
+    scene.register("vllm-2")
+    scene.poll()
+    assert scene.fleet.unsettled == set()
+    os.kill(scene.supervisor["vllm-2"].process.pid, signal.SIGKILL)
+    assert wait_until(lambda: scene.supervisor["vllm-2"].exit_code is not None, 20)
+    (line,) = scene.restarts.note_failures((), apart=scene.fleet.unsettled)
+    assert "restart 1 of 3" in line
+    assert scene.scale(1)[1:] == ["vllm-2 is not started again"], "its pause is not over"
+    scene.now += 100
+    assert scene.restarts.due() == []
+
+
+def test_a_server_that_loads_is_stopped_and_one_that_nobody_knows_only_once_all_are_known(scene: Scene) -> None:
+    scene.scale(3)
+    scene.register("vllm-2", ready=False)
+    assert scene.scale(1)[1:] == ["vllm-2 is stopped before it has served"]
+    assert "vllm-3" in scene.running, "the broker has just begun, so it may serve"
+    scene.now += 1000
+    assert scene.poll() == ["vllm-3 is stopped before it has served"]
+
+
+def test_nothing_is_changed_before_the_first_servers_are_ready_or_without_a_broker(scene: Scene) -> None:
+    scene.broker.fleets.scale(scene.run.fleet_id, 2)
+    assert scene.poll(ready=False) == ["2 inference servers are wanted"]
+    scene.broker.reachable = False
+    assert scene.poll() == []
+    scene.broker.reachable = True
+    assert scene.poll() == ["vllm-2 starts"]
+
+
+def test_a_resumed_run_has_as_many_servers_as_were_asked_for_last(tmp_path: Path, supervisor: Supervisor) -> None:
+    scene = Scene(tmp_path, supervisor, "--num-inference-nodes", "2")
+    scene.poll()
+    scene.register("vllm", "vllm-2")
+    scene.scale(1)
+    scene.leave("vllm-2")
+    scene.poll()
+    scene.fleet.close()
+    assert scene.broker.fleets.select().fleets == []
+    supervisor.stop("vllm")
+    scene.broker.servers.remove(scene.server_id("vllm"))
+    scene.launch("--resume", "auto")
+    assert scene.running == {"vllm"}
+    assert scene.fleet.first_plan().endpoints.vllm_ports == scene.plan.endpoints.vllm_ports[:1]
+    command = ("python", "-m", "trainer", "--config", "trainer.yaml", "--resume", "auto")
+    told = scene.fleet.for_trainer(command)
+    assert told == ("python", "-m", "trainer", "--num-inference-nodes", "1", *command[3:]), "it awaits no second one"
+    scene.poll()
+    scene.register("vllm")
+    assert scene.scale(2)[1:] == ["vllm-2 starts"]
+    assert scene.fleet.for_trainer(told) == command
+    scene.fleet.close()
+    for flags in (("--num-inference-nodes", "3"), ("--num-inference-nodes", "2", "--resume", "none")):
+        settings = planned(scene.run_dir, *FLAGS, *flags)[0]
+        limits = limits_of(settings.trainer, os.environ)
+        found = FleetRecord.read(scene.run, limits, resumes="--resume" not in flags)
+        assert found.wanted == limits.planned, "another setting than before, or another run"
+
+
+def test_servers_whose_number_is_fixed_are_reported_and_left_alone(tmp_path: Path, supervisor: Supervisor) -> None:
+    scene = Scene(tmp_path, supervisor, "--no-registered-servers", "--num-inference-nodes", "0")
+    scene.poll()
+    assert (scene.seen.running, scene.seen.wanted, scene.seen.most) == (1, 1, 1)
+    assert "addresses: start the run with --registered-servers" in scene.seen.fixed
+    end(supervisor, "vllm")
+    assert scene.poll() == []
+    (failure,) = scene.restarts.note_failures((), apart=scene.fleet.unsettled)
+    assert failure.startswith("vllm exited with code 0"), "which nobody had asked for"
+    scene.fleet.close()
+
+
+def test_runs_of_equal_names_at_one_broker_have_servers_of_different_ids(tmp_path: Path) -> None:
+    runs = [planned(tmp_path / parent / "run", *FLAGS) for parent in ("a", "b")]
+    ids = [made.settings_of("vllm")["vllm"]["server_id"] for _, _, made in runs]
+    assert len({run.fleet_id for _, run, _ in runs}) == len(set(ids)) == 2
+    assert all(name.startswith("run-") and name.endswith(".vllm") for name in ids)
+    _, _, named = planned(tmp_path / "c", *FLAGS, "--num-inference-nodes", "2", "--vllm.server-id", "gpu")
+    assert [named.settings_of(name)["vllm"]["server_id"] for name in named.servers] == ["gpu", "gpu-2"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--weight-bridge-mode", "lora_restart"), "--weight-bridge-mode lora_only --registered-servers"),
+        (("--weight-bridge-mode", "none"), "--registered-servers --restart-method reload"),
+        (("--weight-bridge-mode", "shared_vllm"), "by broadcast: start the run with --registered-servers"),
+        (("--weight-bridge-mode", "lora_only"), "addresses: start the run with --registered-servers"),
+        (("--registered-servers", "--start-vllm", "never"), "atropos drain"),
+    ],
+)
+def test_where_the_number_is_fixed_the_reason_names_what_to_do(
+    tmp_path: Path, flags: tuple[str, ...], reason: str
+) -> None:
+    settings, _, _ = planned(tmp_path / "run", "--env.server", __file__, *flags)
+    assert reason in limits_of(settings.trainer, os.environ).fixed
+
+
+def test_gpus_limit_the_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("example_trainer.launcher.fleet_plan.serves_from_gpu", lambda _: True)
+    monkeypatch.setattr("example_trainer.launcher.fleet_plan.count_gpus", lambda _: 8)
+    on_one = planned(tmp_path / "a", *FLAGS, "--num-inference-nodes", "3")[0].trainer
+    limits = limits_of(on_one, {})
+    assert (limits.least, limits.most) == (1, 3)
+    assert "divide the memory of the trainer's GPU by --num-inference-nodes 3" in limits.limit
+    own = planned(tmp_path / "b", *FLAGS, "--vllm-gpu", "1", "--vllm-tensor-parallel-size", "2")[0].trainer
+    assert (limits_of(own, {}).most, limits_of(own, {}).limit[:30]) == (3, "of 8 GPUs those from --vllm-gp")

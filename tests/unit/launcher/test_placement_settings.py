@@ -1,0 +1,130 @@
+"""`--placement ray`: its addresses, the settings that do not fit it, and the roles and files that follow from it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from atropos_api.common.cliconfig import ConfigError
+from example_trainer.launcher.endpoints import EVERY_ADDRESS, broker_token, settle_endpoints
+from example_trainer.launcher.placement.choice import check_fits, open_placement, passed_variables, roles_of
+from example_trainer.launcher.placement.settings import PlacementSettings
+from example_trainer.launcher.plan import make_plan
+from example_trainer.launcher.run_dir import RunDir
+from example_trainer.launcher.run_file import RunSettings, read_settings
+
+FITS = ("--registered-servers", "--weight-bridge-mode", "lora_only", "--device", "cpu")
+RAY = ("--placement", "ray", "--placement-address", "127.0.0.1:6379")
+ENVIRONMENT = ("--env", "arithmetic_server.py")
+
+
+def settings_of(*flags: str) -> RunSettings:
+    return read_settings(["--model-name", "m", *FITS, *ENVIRONMENT, *flags])
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        (None, "--placement ray needs --placement-address HOST:PORT"),
+        ("auto", "it joins whichever cluster it finds"),
+        ("local", "starts a cluster of its own"),
+        ("ray://10.0.0.5:10001", "Ray Client ends every program when its connection breaks"),
+        ("10.0.0.5", "not an address"),
+        ("10.0.0.5:99999", "not an address"),
+    ],
+)
+def test_an_address_that_may_name_another_cluster_is_refused_with_the_reason(address, told) -> None:
+    with pytest.raises(ConfigError, match=told):
+        settings_of("--placement", "ray", *(() if address is None else ("--placement-address", address)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--no-registered-servers",), "needs --registered-servers"),
+        (("--teacher.model_name", "t", "--distill", "forward_kl"), "start the teacher's server by itself"),
+        (("--vllm-gpu", "1"), "numbers the GPUs of one machine"),
+        (("--vllm-port", "9001"), "name a port of one machine"),
+        (("--vllm.port", "9001"), "name a port of one machine"),
+    ],
+)
+def test_settings_of_one_machine_are_refused(flags, told) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_fits(settings_of(*RAY, *flags))
+
+
+def test_without_ray_installed_it_is_one_line_with_the_command_that_installs_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "example_trainer.launcher.placement.ray_placement", raising=False)
+    run = RunDir(root=tmp_path, log_root=tmp_path, attempt=1)
+    with pytest.raises(ConfigError, match=r"pip install 'atropos-grpo\[ray\]'"):
+        open_placement(settings_of(*RAY), run)
+
+
+def test_the_section_decides_and_a_flag_overrides_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "trainer: {model_name: m, registered_servers: true, weight_bridge_mode: none, restart_method: reload}\n"
+        "env: {server: arithmetic_server.py}\n"
+        "placement: {kind: ray, address: '10.0.0.5:6379', timeout: 30, n_nodes: 2, n_gpus_per_node: 2,"
+        " rollout_tp_size: 2, vllm: {cpus: 4, gpus: 0.5}}\n"
+    )
+    settings = read_settings(["--config", str(path), "--placement-timeout", "9"])
+    assert (settings.placement.kind, settings.placement.head) == ("ray", ("10.0.0.5", 6379))
+    assert settings.placement.timeout == 9.0
+    roles = {role.name: role for role in roles_of(settings, has_gpus=True)}
+    assert set(roles) == {"trainer", "vllm", "vllm-2", "environment"}
+    assert (roles["trainer"].seats, roles["trainer"].gpus) == (4, 1.0)
+    assert (roles["vllm-2"].cpus, roles["vllm-2"].gpus) == (4.0, 0.5)
+    assert roles["environment"].gpus == 0.0
+    assert {role.gpus for role in roles_of(settings, has_gpus=False)} == {0.0, 0.5}
+    assert roles_of(read_settings(["--config", str(path), "--placement", "local"])) == []
+    path.write_text("trainer: {model_name: m}\nplacement: {vllm: {gpu: 1}}\n")
+    with pytest.raises(ConfigError, match="placement: vllm: unknown key 'gpu'"):
+        read_settings(["--config", str(path)])
+
+
+def test_only_listed_variables_are_passed() -> None:
+    environ = {"HF_HOME": "/models", "HF_TOKEN": "secret", "WANDB_API_KEY": "k"}
+    assert passed_variables(PlacementSettings(), environ) == {"HF_HOME": "/models"}
+    listed = PlacementSettings(variables=("WANDB_API_KEY",))
+    assert passed_variables(listed, environ) == {"HF_HOME": "/models", "WANDB_API_KEY": "k"}
+    with pytest.raises(ConfigError, match="variables: WANDB_API_KEY is not set"):
+        passed_variables(listed, {})
+
+
+def test_the_programs_are_those_of_a_local_run_but_for_addresses(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("example_trainer.launcher.endpoints.secrets.token_hex", lambda _: "0" * 32)
+    run = RunDir(root=tmp_path, log_root=tmp_path, attempt=1)
+    plans = []
+    for flags in ((), RAY):
+        settings = settings_of("--num-inference-nodes", "2", *flags)
+        plans.append(make_plan(settings, run, settle_endpoints(settings), model="m"))
+    here, there = plans
+    assert [spec.command for spec in here.children] == [spec.command for spec in there.children]
+    addresses = {
+        "host",
+        "port",
+        "broker_url",
+        "atropos_url",
+        "rollout_server_url",
+        "kv_cache_memory_bytes",
+    }
+    shares = {"gpu_memory_utilization"}  # two servers on one machine divide its memory
+    for path, content in here.files.items():
+        for section, held in content.items():
+            other = there.files[path][section]
+            assert {key for key in held | other if held.get(key) != other.get(key)} <= addresses | shares, path
+    served = there.settings_of("vllm-2")["vllm"]
+    assert (served["host"], served["port"]) == (EVERY_ADDRESS, 0)
+
+
+def test_a_broker_that_other_machines_reach_has_a_token() -> None:
+    settings = settings_of(*RAY)
+    assert broker_token(settings).value == settings.placement.own_token != ""
+    assert broker_token(settings_of(*RAY, "--atropos-token", "given-by-the-user")).value == "given-by-the-user"
+    assert not broker_token(settings_of()).value
+    assert settings.placement.own_token not in yaml.safe_dump(settings.placement.model_dump(mode="json"))

@@ -1,0 +1,127 @@
+"""`atropos render`: the sbatch script and the manifests hold what was asked, and nothing of the run file's comments."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from atropos_api.common.cliconfig import ConfigError
+from example_trainer.commands import main
+from example_trainer.launcher.placement.render import BEFORE_LIMIT_SECONDS, GRACE_SECONDS
+from example_trainer.launcher.run_file import read_settings
+
+TEXT = """# the key is hf_secretsecretsecret
+trainer: {model_name: m, registered_servers: true, weight_bridge_mode: lora_only, name: My Run_1}
+env: {server: arithmetic_server.py}
+placement: {n_nodes: 2, n_gpus_per_node: 4}
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+def rendered(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main.run(["render", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_sbatch_script_is_sound_and_starts_a_command_that_the_launcher_reads(run_file, capsys, tmp_path) -> None:
+    script = rendered(capsys, "slurm", str(run_file), "--run-dir", "/shared/my runs/1", "--time-limit", "2-00:00:00")
+    path = tmp_path / "job.sh"
+    path.write_text(script)
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "--severity=warning", str(path)], check=True)
+    options = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    assert {"--nodes=2", "--gpus-per-node=4", "--requeue", f"--signal=B:USR1@{BEFORE_LIMIT_SECONDS}"} <= {*options}
+    assert "--time=2-00:00:00" in options
+    assert "pkill" not in script
+    assert "secret" not in script
+    joined = script.replace("\\\n", " ")
+    (command,) = [line for line in joined.splitlines() if "ray symmetric-run" in line]
+    words = command.partition("atropos-grpo-run")[2].replace('"$address"', "10.0.0.5:21000").replace('"$run_dir"', "/r")
+    settings = read_settings(words.removesuffix(" &").split())
+    assert settings.placement.is_ray
+    assert settings.trainer.resume == "auto"
+    assert settings.trainer.stop_grace == GRACE_SECONDS < BEFORE_LIMIT_SECONDS
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_the_sbatch_script_stops_the_launcher_before_the_limit_and_requeues(
+    run_file, capsys, tmp_path, signalled: bool
+) -> None:
+    """Slurm's commands are stand-ins: `srun` runs what it is given, `ray` what follows `--`."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    launcher = 'trap "exit 143" TERM; touch started; for i in $(seq 600); do sleep 0.1; done' if signalled else "exit 0"
+    for name, body in {
+        "scontrol": 'if [ "$1" = requeue ]; then touch requeued; else echo here; fi',
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+        "hostname": "echo 127.0.0.1",
+        "ray": 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"',
+        "atropos-grpo-run": f'echo "$@" > words; {launcher}',
+    }.items():
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(0o700)
+    path = tmp_path / "job.sh"
+    path.write_text(rendered(capsys, "slurm", str(run_file), "--run-dir", str(tmp_path / "run")))
+    variables = {"SLURM_JOB_ID": "71", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here"}
+    job = subprocess.Popen(["bash", str(path)], cwd=tmp_path, env={"PATH": f"{tools}:/usr/bin:/bin", **variables})
+    if signalled:
+        subprocess.run(["bash", "-c", "until [ -e started ]; do sleep 0.1; done"], cwd=tmp_path, check=True, timeout=60)
+        job.send_signal(10)
+    assert job.wait(60) == (143 if signalled else 0)
+    assert (tmp_path / "requeued").exists() == signalled
+    assert "--placement-address 127.0.0.1:20071 " in (tmp_path / "words").read_text()
+
+
+def test_the_manifests_have_the_keys_of_a_ray_job_and_the_run_file_without_comments(run_file, capsys) -> None:
+    text = rendered(capsys, "kuberay", str(run_file), "--image", "registry.local/atropos:1")
+    assert "secret" not in text
+    config, job = yaml.safe_load_all(text)
+    assert (config["kind"], job["kind"], job["apiVersion"]) == ("ConfigMap", "RayJob", "ray.io/v1")
+    assert yaml.safe_load(config["data"]["run.yaml"]) == yaml.safe_load(TEXT)
+    spec = job["spec"]
+    assert {"entrypoint", "shutdownAfterJobFinishes", "activeDeadlineSeconds", "rayClusterSpec"} <= {*spec}
+    cluster = spec["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 1
+    for group in (cluster["headGroupSpec"], workers):
+        pod = group["template"]["spec"]
+        assert pod["terminationGracePeriodSeconds"] > GRACE_SECONDS
+        (container,) = pod["containers"]
+        assert container["image"] == "registry.local/atropos:1"
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert "kill -TERM" in head["lifecycle"]["preStop"]["exec"]["command"][-1]
+    assert f"--stop-grace {GRACE_SECONDS}" in spec["entrypoint"]
+    assert '--placement-address "$POD_IP:6379"' in spec["entrypoint"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("kuberay", "RUN"), "--image is needed"),
+        (("slum", "RUN"), "did you mean slurm"),
+        (("slurm",), "name the scheduler and the run file"),
+        (("slurm", "RUN", "--nodes", "0"), "--nodes"),
+    ],
+)
+def test_what_is_missing_is_one_line(run_file, words, told) -> None:
+    with pytest.raises(ConfigError, match=told):
+        main.run(["render", *(str(run_file) if word == "RUN" else word for word in words)])
+
+
+def test_a_secret_of_the_run_file_is_not_copied_into_a_manifest(run_file) -> None:
+    run_file.write_text(TEXT + "api: {token: abcdefghijklmnop}\n")
+    with pytest.raises(ConfigError, match=r"api\.token is a secret, and a ConfigMap is none"):
+        main.run(["render", "kuberay", str(run_file), "--image", "i"])

@@ -1,0 +1,166 @@
+"""Programs in seats: a gang is one program, a lost seat is replaced, and the rest runs beside the launcher."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from example_trainer.launcher.placement.roles import LocalPlacement, PlacementFailed, ProgramState, Role
+from example_trainer.launcher.placement.seat import SeatHost
+from example_trainer.launcher.placement.seated_supervisor import SeatedSupervisor
+from example_trainer.launcher.placement.testing import FakePlacement
+from example_trainer.launcher.restarts import RestartBudget, Restarts
+from example_trainer.processes.child import ChildSpec
+from example_trainer.processes.tree import wait_until
+
+SERVER, TRAINER = Role(name="vllm"), Role(name="trainer", seats=2, is_reached=True)
+
+
+@pytest.fixture
+def placement() -> FakePlacement:
+    return FakePlacement(free=4)
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path, placement: FakePlacement) -> Iterator[SeatedSupervisor]:
+    with SeatedSupervisor(tmp_path, placement, variables={"HF_HOME": "/models"}) as supervisor:
+        supervisor.place([SERVER, TRAINER], lambda: None)
+        yield supervisor
+
+
+def spec(name: str) -> ChildSpec:
+    return ChildSpec(
+        name=name, command=("python", name), environment={"TOKEN": "t"}, ends_by_itself=True, may_restart=True
+    )
+
+
+def test_a_program_gets_the_listed_variables_and_its_own_and_a_server_nothing_else(supervisor, placement) -> None:
+    supervisor.start(spec("vllm"))
+    (started,) = placement.places["vllm"][0].started
+    assert started.command == ("python", "vllm")
+    assert started.environment == {"HF_HOME": "/models", "TOKEN": "t"}
+
+
+def test_the_ranks_of_a_gang_meet_at_the_first_seat_and_are_told_their_own_address(supervisor, placement) -> None:
+    supervisor.start(spec("trainer"))
+    first, second = (seat.started[0] for seat in placement.places["trainer"])
+    assert (first.name, second.name) == ("trainer", "trainer-rank-1")
+    addresses = [seat.address for seat in placement.places["trainer"]]
+    assert first.command == second.command == ("python", "trainer", "--init-method", f"tcp://{addresses[0]}:29500")
+    assert [each.environment["MASTER_ADDR"] for each in (first, second)] == addresses
+    assert [each.environment["RANK"] for each in (first, second)] == ["0", "1"]
+    assert {each.environment["WORLD_SIZE"] for each in (first, second)} == {"2"}
+
+
+def test_a_gang_has_ended_once_all_its_processes_have_and_fails_with_the_first_that_fails(
+    supervisor, placement, tmp_path: Path
+) -> None:
+    program = supervisor.start(spec("trainer"))
+    first, second = placement.places["trainer"]
+    first.now = ProgramState(exit_code=0)
+    assert supervisor.failed() == []
+    assert program.exit_code is None
+    second.now = ProgramState(exit_code=0)
+    assert supervisor.failed() == []
+    assert program.exit_code == 0
+    second.now = ProgramState(exit_code=1)
+    assert supervisor.failed() == [program]
+    assert program.log_path == tmp_path / "trainer-rank-1.log", "the log of the process that failed"
+
+
+def test_a_lost_seat_ends_its_gang_which_is_placed_anew_as_a_whole(supervisor, placement) -> None:
+    restarts = Restarts(supervisor, RestartBudget(restarts=2, window_seconds=60), clock=lambda: 0.0)
+    supervisor.start(spec("trainer"))
+    before = list(placement.places["trainer"])
+    placement.free += 1  # another node
+    placement.losses[before[1].name] = "its node has died"
+    (line,) = restarts.note_failures(set())
+    assert line.startswith(f"trainer lost its seat on {before[1].address} (its node has died)")
+    assert [seat.stops for seat in before] == [1, 1]
+    assert "trainer" not in placement.places
+    supervisor.start(spec("trainer"), restarted=1)
+    assert wait_until(lambda: not supervisor.failed() and "trainer" in placement.places, 10)
+    assert wait_until(lambda: not supervisor.failed() and all(s.started for s in placement.places["trainer"]), 10)
+    assert not set(placement.places["trainer"]) & set(before)
+
+
+def test_a_role_without_a_place_fails_once_more_with_what_was_wanted_and_free(supervisor, placement) -> None:
+    placement.free = 0
+    supervisor.start(spec("vllm"))
+    placement.losses[placement.places["vllm"][0].name] = "its node has died"
+    assert supervisor.failed() != []
+    supervisor.stop("vllm")
+    program = supervisor.start(spec("vllm"), restarted=1)
+    assert program.exit_code is None
+    assert wait_until(lambda: supervisor.failed() == [program], 10)
+    assert program.loss is not None
+    assert program.loss.title == "its place: wanted 1, free 0"
+
+
+def test_a_program_that_fails_in_a_sound_seat_is_started_in_the_same_one(supervisor, placement) -> None:
+    supervisor.start(spec("vllm"))
+    (seat,) = placement.places["vllm"]
+    seat.now = ProgramState(exit_code=-9)
+    assert [child.name for child in supervisor.failed()] == ["vllm"]
+    supervisor.stop("vllm")
+    supervisor.start(spec("vllm"), restarted=1)
+    assert len(seat.started) == 2
+    assert supervisor.failed() == []
+
+
+def test_a_server_that_is_added_later_gets_a_place_like_the_first_one_s(supervisor, placement) -> None:
+    supervisor.start(spec("vllm-2"))
+    assert wait_until(lambda: not supervisor.failed() and "vllm-2" in placement.places, 10)
+    assert wait_until(lambda: not supervisor.failed() and placement.places["vllm-2"][0].started, 10)
+
+
+def test_what_has_no_role_runs_here_and_the_end_stops_every_seat(tmp_path: Path) -> None:
+    placement = FakePlacement(free=1)
+    with SeatedSupervisor(tmp_path, placement) as supervisor:
+        supervisor.place([SERVER], lambda: None)
+        supervisor.start(spec("vllm"))
+        (seat,) = placement.places["vllm"]
+        here = supervisor.start(
+            ChildSpec(name="broker", command=(sys.executable, "-c", "import time; time.sleep(600)"))
+        )
+        assert here.exit_code is None
+        assert "broker" in supervisor
+        assert "vllm" in supervisor
+    assert seat.stops == 1
+    assert placement.is_closed
+
+
+def test_a_run_that_does_not_fit_starts_nothing(tmp_path: Path) -> None:
+    with (
+        SeatedSupervisor(tmp_path, FakePlacement(free=2)) as supervisor,
+        pytest.raises(PlacementFailed, match="wanted 3, free 2"),
+    ):
+        supervisor.place([SERVER, TRAINER], lambda: None)
+    with SeatedSupervisor(tmp_path, LocalPlacement()) as supervisor, pytest.raises(PlacementFailed, match="no seats"):
+        supervisor.place([SERVER], lambda: None)
+
+
+def test_the_code_inside_a_seat_runs_a_program_without_the_variables_of_the_job_around_it(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    host = SeatHost(tmp_path, hides_gpus=True)
+    names = "sorted({'SLURM_PROCID', 'OMP_NUM_THREADS'} & {*os.environ})"
+    code = f"import os; print({names}, os.environ['CUDA_VISIBLE_DEVICES'])"
+    try:
+        host.start(ChildSpec(name="vllm", command=(sys.executable, "-c", code), ends_by_itself=True))
+        assert wait_until(lambda: host.state().exit_code == 0, 20)
+        assert (tmp_path / "vllm.log").read_text() == "[] \n"
+        host.stop(1.0)
+        assert host.state() == ProgramState()
+        host.start(ChildSpec(name="vllm", command=(sys.executable, "-c", "raise SystemExit(3)")))
+        assert wait_until(lambda: host.state().exit_code == 3, 20)
+    finally:
+        host.stop(1.0)
+        host.close()
+    assert "SLURM_PROCID" not in os.environ

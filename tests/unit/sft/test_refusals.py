@@ -1,0 +1,88 @@
+"""Data and settings that cannot be fine-tuned with are refused in one line that names the value and the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from atropos_api.common.errors import AtroposError
+from example_trainer.testing import make_tiny_model
+from example_trainer.tiny.model import PADDED_VOCABULARY_SIZE
+from example_trainer.tiny.tokenizer import make_tokenizer
+
+from .conftest import CHATS, Rows
+
+Sft = Callable[..., Path]
+
+BAD_ROWS: list[tuple[Rows, tuple[str, ...], str]] = [
+    ([{"body": "x"}], (), "its columns are body. Name the prompt's with .*--text-column"),
+    ([{"body": "x"}], ("--prompt-column", "question"), "no prompt under question; its columns are body"),
+    ([{"body": "x"}], ("--text-column", "words"), "no prompt under words; its columns are body"),
+    ([], (), "it has no row"),
+    ([{"text": "1 + 2 + 3 + 4"}] * 3, ("--seq-len", "2"), "nothing of its 3 rows .*: 3 are longer than --seq-len 2"),
+    ([{"prompt": "1 + 1"}], (), "1 have no token to learn"),
+    ([{"prompt": [{"role": "user"}], "completion": "2"}], (), "messages with role and content"),
+    ([{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}] * 2}], (), "completion has 2 messages"),
+    (CHATS[:1], ("--eval-split", "0.5"), "too few to hold one out"),
+    ([{"text": "1 2 " * 100}], (), r"has \d+ tokens and the model takes 128; use --seq-len 128"),
+]
+
+
+@pytest.mark.parametrize(("rows", "flags", "message"), BAD_ROWS)
+def test_data_that_cannot_be_learned_is_one_line(sft: Sft, rows: Rows, flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(AtroposError, match=message) as refused:
+        sft(*flags, rows=rows)
+    assert "\n" not in str(refused.value)
+
+
+BAD_FLAGS = {
+    "--num-epochs 2 --training-steps 3": "both end the run",
+    "--eval-split 0.1 --eval-dataset x.jsonl": "both name data",
+    "--eval-steps 5": "add --eval-dataset, or --eval-split 0.05",
+    "--lora-r 8": "add --use-lora",
+    "--load-in-4bit": "add --use-lora",
+    "--use-lora --train-layer-indices 0-1": "use --lora-layer-indices",
+    "--overwrite --resume auto": "give one",
+    "--chat-template missing.jinja": "missing.jinja: cannot be read",
+    "--dataset missing.jsonl": "no such file or folder",
+    "--model-name ./missing": "no such directory",
+    "--training-step 1": "did you mean --training-steps",
+    "--optimizer sgd": "sgd is not an optimizer",
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS.items())
+def test_settings_that_cannot_work_are_one_line(sft: Sft, flags: str, message: str) -> None:
+    with pytest.raises(AtroposError, match=message) as refused:
+        sft(*flags.split())
+    assert "\n" not in str(refused.value)
+
+
+def test_chats_without_a_template_name_the_file_that_would_give_one(sft: Sft, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "plain", vocabulary=PADDED_VOCABULARY_SIZE)
+    tokenizer = make_tokenizer(context_length=128)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(model)
+    with pytest.raises(AtroposError, match=r"no chat template.*--chat-template"):
+        sft(model=model)
+    sft("--training-steps", "1", rows=[{"prompt": "1 + 1 =", "completion": " 2"}], model=model, folder="texts")
+
+
+def test_a_folder_that_is_in_use_is_not_touched(sft: Sft) -> None:
+    sft("--training-steps", "1")
+    with pytest.raises(AtroposError, match=r"not empty; .*--resume auto .*--overwrite"):
+        sft("--training-steps", "1")
+
+
+def test_a_checkpoint_of_other_data_or_of_grpo_is_not_resumed(sft: Sft) -> None:
+    folder = sft("--training-steps", "1")
+    with pytest.raises(AtroposError, match="written with rows 20, this run has 19"):
+        sft("--training-steps", "2", "--resume", "auto", rows=CHATS[1:])
+    with pytest.raises(AtroposError, match="written with seed 0, this run has 1"):
+        sft("--training-steps", "2", "--resume", "auto", "--seed", "1")
+    state = folder / "checkpoint-1" / "trainer_state.json"
+    state.write_text(state.read_text().replace('"method": "sft"', '"method": "grpo"'))
+    with pytest.raises(AtroposError, match="was written by atropos-grpo"):
+        sft("--training-steps", "2", "--resume", "auto")
