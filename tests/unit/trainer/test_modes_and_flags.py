@@ -38,6 +38,7 @@ from example_trainer.options.presets import CourseOptions, PresetOptions
 from example_trainer.options.training_options import ObservabilityOptions, RunOptions, TrackingOptions
 from example_trainer.testing import make_tiny_model
 from example_trainer.weights.factory import make_bridge
+from example_trainer.weights.publish_loop import SyncBudget
 
 from .flag_effects import EFFECTS, SERVED
 from .flag_harness import FlagHarness
@@ -248,6 +249,8 @@ def outcome(config: TrainingConfig) -> Any:
     kinds = [type(part) for part in parts]
     sources = kinds if config.registered_servers else [inspect.getmodule(kind) or inspect for kind in kinds]
     source = "".join(map(inspect.getsource, sources))
+    if "SyncBudget.from_config(config)" in source:
+        source += inspect.getsource(SyncBudget.from_config)
     read = {name: plain(getattr(config, name)) for name in sorted({*BY_MODE, *re.findall(r"config\.(\w+)", source)})}
     server = plain(getattr(bridge, "_vllm", None))
     return [kind.__name__ for kind in kinds], read, plain(policy_options(config)), server, memory(config)
