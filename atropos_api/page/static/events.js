@@ -7,7 +7,7 @@ import { hashOf } from "./store.js";
 /** Every kind of event that a broker sends: an event stream has to be told the names that it listens to. */
 export const EVENT_TYPES = [
   "run-began", "run-finished", "trainer-returned", "policy", "policy-held", "policy-released", "batch-formed", "batch-committed",
-  "environment-registered", "environment-left", "server-changed", "group-size-waits", "groups-dropped", "groups-expired", "groups-lost", "minimum-waived",
+  "environment-registered", "environment-left", "server-changed", "fleet-changed", "group-size-waits", "groups-dropped", "groups-expired", "groups-lost", "minimum-waived",
   "unpackable-dropped", "health", "reset", "missed",
 ];
 

@@ -50,11 +50,19 @@ def test_an_option_with_a_flag_of_its_own_is_refused_with_that_flag(setting: str
     assert "hidden" not in str(refused.value)
 
 
+def test_options_of_engine_and_server_and_those_added_by_hand_are_found_without_importing_vllm() -> None:
+    found = vllm_options()
+    if found is None:
+        pytest.skip("vLLM is not installed")
+    assert {"max_num_seqs", "enable_log_requests", "enable_auto_tool_choice", "api_key", "headless"} <= found
+    assert not {"help", "max_num_seq", "model_tag"} & found
+
+
 def test_a_name_that_vllm_does_not_know_is_refused_with_the_nearest_that_it_knows() -> None:
     if vllm_options() is None:
         pytest.skip("vLLM is not installed")
     refuse_unknown(["max_num_seqs", "compilation-config.level", "no_enable_prefix_caching", "model"], where="vllm")
-    with pytest.raises(ConfigError, match=r"vllm max_num_seq: vLLM .* did you mean max_num_seqs\?"):
+    with pytest.raises(ConfigError, match=r"vllm max_num_seq: the installed vLLM .* did you mean max_num_seqs\?"):
         refuse_unknown(["max_num_seq"], where="vllm")
 
 
