@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import uvicorn
 import yaml
 
 from atropos_api.client import AsyncBrokerClient
+from atropos_api.common.secrets import TokenSource
 from environments.sdk.testing import FakeInference, Receive, Scope, Send
 from example_trainer.serving.config import RegistrationIdentity
 from example_trainer.serving.problems import Problem
@@ -38,17 +40,22 @@ class Standin:
         self.inside = 0
         self.told_to_drain = False
         self.drained = asyncio.Event()
+        host = settings["host"]
+        self.listening = socket.create_server((host, settings["port"]))
+        port = self.listening.getsockname()[1]
         identity = RegistrationIdentity(
             server_id=settings["server_id"],
             boot_id=secrets.token_hex(4),
             first_lease_id=secrets.token_hex(8),
             policy=settings["policy"],
             mode="fixed",  # of weights that no trainer sends, so it serves from its registration
-            url=f"http://127.0.0.1:{settings['port']}",
+            url=None if host == "0.0.0.0" else f"http://{host}:{port}",
             scheme="http",
-            port=settings["port"],
+            port=port,
         )
-        broker = AsyncBrokerClient(settings["broker_url"], retry_seconds=0.0)
+        broker = AsyncBrokerClient(
+            settings["broker_url"], token=TokenSource.settle(None, None, os.environ), retry_seconds=0.0
+        )
         self.registration = Registration(broker, identity, self.look, on_drain=self.drain)
 
     def drain(self) -> None:
@@ -89,9 +96,9 @@ class Standin:
             self.note_end()
 
     async def run(self) -> None:
-        config = uvicorn.Config(self, host="127.0.0.1", port=self.settings["port"], log_level="warning", lifespan="off")
+        config = uvicorn.Config(self, log_level="warning", lifespan="off")
         server = uvicorn.Server(config)
-        serving = asyncio.create_task(server.serve())
+        serving = asyncio.create_task(server.serve(sockets=[self.listening]))
         renewing = asyncio.create_task(self.registration.run())
         await self.drained.wait()
         renewing.cancel()

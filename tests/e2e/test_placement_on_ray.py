@@ -19,7 +19,11 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
+from atropos_api.client import BrokerClient
+from atropos_api.common.secrets import TokenSource
+from example_trainer.commands.servers import scale
 from example_trainer.processes.tree import is_alive, wait_until
 
 from .conftest import Launched
@@ -146,7 +150,7 @@ def steps_of(launched: Launched) -> list[int]:
 
 
 def test_a_run_trains_on_the_nodes_and_gives_everything_back(start, nodes: RayNodes) -> None:
-    launched = start("--training-steps", "60")
+    launched = start("--training-steps", "300")
     launched.wait_for_steps(3)
     found = programs(launched)
     assert set(found) == {"api", "vllm", "vllm-2", "environment", "trainer"}
@@ -155,7 +159,7 @@ def test_a_run_trains_on_the_nodes_and_gives_everything_back(start, nodes: RayNo
     code, out, error = launched.end()
     assert (code, error) == (0, ""), launched.logs()
     assert "vllm ready" in out
-    assert steps_of(launched) == list(range(1, 61))
+    assert steps_of(launched) == list(range(1, 301))
     record = json.loads((launched.run_dir / "config.json").read_text())
     assert sorted(name.partition(".")[0] for name in record["placement"]["seats"]) == [
         "environment", "trainer", "vllm", "vllm-2",
@@ -191,6 +195,29 @@ def test_kill_9_of_a_node_has_its_programs_started_elsewhere_and_no_step_is_miss
     assert f"{name} lost its seat on" in out
     assert "restart 1 of 5" in out
     assert steps_of(launched) == list(range(1, len(steps_of(launched)) + 1))
+    assert wait_until(lambda: remains(launched) == [], GONE_SECONDS), remains(launched)
+
+
+def test_a_server_that_is_added_runs_on_a_node_and_one_that_has_drained_gives_its_place_back(start, nodes) -> None:
+    token = "a-token-of-this-test"
+    launched = start("--training-steps", "4000", ATROPOS_TOKEN=token)
+    launched.wait_for_steps(3)
+    url = yaml.safe_load((launched.run_dir / "configs/vllm.yaml").read_text())["vllm"]["broker_url"]
+    with BrokerClient(url, token=TokenSource(token)) as broker:
+
+        def are_serving(count: int) -> bool:
+            assert launched.process.poll() is None, launched.process.communicate()
+            return len([row for row in broker.get_servers().servers if row.state == "serving"]) == count
+
+        assert wait_until(lambda: are_serving(2), REPLACED_SECONDS), launched.logs()
+        scale(broker, 3, wait_seconds=REPLACED_SECONDS)
+        assert wait_until(lambda: are_serving(3), REPLACED_SECONDS), launched.logs()
+        assert nodes.raylet_of(programs(launched)["vllm-3"]) in nodes.raylets
+        scale(broker, 1, wait_seconds=REPLACED_SECONDS)
+        assert wait_until(lambda: are_serving(1), REPLACED_SECONDS), launched.logs()
+    assert wait_until(lambda: not {"vllm-2", "vllm-3"} & set(programs(launched)), GONE_SECONDS)
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 143
     assert wait_until(lambda: remains(launched) == [], GONE_SECONDS), remains(launched)
 
 
