@@ -177,6 +177,7 @@ def test_a_refused_write_leaves_nothing_behind(tmp_path, monkeypatch):
         log.append([b"x" * 100])
     monkeypatch.undo()
     (after,) = log.append([b"after"])
+    assert after.segment == kept.segment, "a segment with half a record at its end would be left"
     assert log.read([kept, after]) == [b"kept", b"after"]
     log.close()
 
