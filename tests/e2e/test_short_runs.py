@@ -18,15 +18,15 @@ from .conftest import Launched
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("lora_only", "lora_restart", "none")
-STEPS, WINDOW = 10, 3
+STEPS, WINDOW = 12, 3
 FLAGS = (
     *("--config", str(ROOT / "configs/demo.yaml"), "--seed", "1", "--training-steps", str(STEPS)),
-    *("--vllm-restart-interval", "5", "--env.eval_at_start", "false", "--env.eval_at_end", "false"),
+    *("--vllm-restart-interval", "4", "--env.eval_at_start", "false", "--env.eval_at_end", "false"),
 )
 BYTES_A_RUN = 4 << 30
 """Memory of one run's server, trainer, environment and broker; 3.1 GiB were seen."""
 LEAST_RISE = 0.2
-"""Smallest rise of the mean reward over a window; 0.33 to 0.53 were seen, and the demo's control falls."""
+"""Smallest rise of the mean reward over a window; 0.34 to 0.40 were seen, and the demo's control falls."""
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
