@@ -156,7 +156,7 @@ def test_r2_each_step_publishes_announces_checkpoints_and_commits_in_that_order(
     spy(BrokerSession, "commit", lambda args: f"commit {args[0]}")
     spy(Learner, "_clip_gradients", lambda _: "backward")
     monkeypatch.setattr(
-        "example_trainer.step.post_step.save_checkpoint",
+        "example_trainer.step.save.save_checkpoint",
         lambda root, state, *_, **__: note(f"checkpoint {state.step}") or root,
     )
     config = bench.config(training_steps=3, checkpoint_interval=1, overlap_publish=overlap)
