@@ -4,7 +4,7 @@ A launcher reports on its servers and thereby renews a lease; the answer names t
 another number: the request counts as followed once the launcher's report names it, and by then the launcher has
 written it to its run directory. So the number survives a restart of either side: fleets are kept in memory, as the
 registered servers are, and after a restart of the broker each launcher reports again, with the number that it follows.
-A request that was not followed yet is lost then, and whoever made it was not told otherwise.
+A request that was not followed yet is lost then, and its caller was never told that it was followed.
 
 Requests are numbered and the newest one counts. A launcher that learns by itself that it cannot have so many servers,
 or that one was drained, reports a lower `wanted` under the same request, and that is the wanted number from then on.

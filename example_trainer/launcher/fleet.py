@@ -2,7 +2,7 @@
 
 The launcher reports on its servers to the broker each second and learns how many are wanted. It starts servers, or has
 the newest ones drained: such a server takes no new request, ends those that it has, and exits; only then are its port
-and its memory free. A server that drains is never started again, whoever asked for it. A server that was added and
+and its memory free. A server that drains is never started again by the launcher. A server that was added and
 fails before it has ever answered lowers the wanted number instead of ending the run.
 """
 
@@ -160,7 +160,7 @@ class Fleet:
         if lease.request > self._record.request:
             self._note = ""
             self._aim_at(lease.wanted, request=lease.request)
-            self._report_at = self._clock()  # whoever asked waits for the report that names the request
+            self._report_at = self._clock()  # `atropos scale` waits for the report that names the request
             yield f"{lease.wanted} inference servers are wanted"
         if self._limits.fixed:
             return

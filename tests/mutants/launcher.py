@@ -71,7 +71,7 @@ LAUNCHER: tuple[Mutant, ...] = (
         _SERVER,
         "return settings | config.vllm_settings",
         "return settings",
-        f"{_TESTS}test_vllm_section.py::test_the_section_and_its_flags_reach_the_server_whoever_starts_it",
+        f"{_TESTS}test_vllm_section.py::test_the_section_and_its_flags_reach_the_server_in_every_mode",
     ),
     Mutant(
         "secrets do not reach their program",

@@ -91,7 +91,7 @@ def test_the_registered_servers_and_their_load_are_in_the_status_the_busiest_fir
     full, idle = client.status()["servers"]
     assert (full["server_id"], full["waiting"], full["kv_free"], full["version"]) == ("full", 7, 0.25, 4)
     assert (idle["server_id"], idle["state"]) == ("idle", "serving")
-    assert "lease_id" not in full, "whoever has it can end the lease"
+    assert "lease_id" not in full, "its holder could end the lease"
 
 
 def test_metrics_survive_a_restart_of_the_broker_and_a_resume_drops_what_is_trained_again(tmp_path):

@@ -71,7 +71,7 @@ def test_of_two_requests_the_newer_one_counts_and_both_are_answered(fleets, laun
     assert launcher.wanted == 2
     assert fleets.is_followed("run", older)
     assert fleets.is_followed("run", newer)
-    assert fleets.describe("run").wanted == 2, "so whoever asked for three sees that it is two"
+    assert fleets.describe("run").wanted == 2, "so the caller who asked for three sees that it is two"
 
 
 def test_a_launcher_that_cannot_have_so_many_or_whose_server_was_drained_lowers_the_number(fleets, launcher):

@@ -1,4 +1,4 @@
-"""The `vllm:` section, `--vllm.*` and `--vllm-settings` reach the server in every mode, whoever starts it."""
+"""The `vllm:` section, `--vllm.*` and `--vllm-settings` reach the server in every mode, however it is started."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_file(directory: Path) -> str:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_section_and_its_flags_reach_the_server_whoever_starts_it(tmp_path: Path, mode: str) -> None:
+def test_the_section_and_its_flags_reach_the_server_in_every_mode(tmp_path: Path, mode: str) -> None:
     flags = ("--vllm-settings", "block_size=16", "--vllm.max_num_batched_tokens", "4096")
     made = plan(tmp_path, "--config", run_file(tmp_path), *OWN_ENVIRONMENT, "--weight-bridge-mode", mode, *flags)
     served: Mapping[str, Any]
