@@ -177,7 +177,8 @@ def running_browser(directory: Path, *, on_start: Callable[[], None] = lambda: N
     try:
         url = _address(directory, process)
         on_start()
-        with connect(url, max_size=None, open_timeout=START_SECONDS) as socket:
+        # No pings: their thread draws from the global `random`, which failed a hypothesis test elsewhere in the process.
+        with connect(url, max_size=None, open_timeout=START_SECONDS, ping_interval=None) as socket:
             yield Browser(socket)
     finally:
         _stop(process)

@@ -1,4 +1,4 @@
-"""A browser for the session, a tab for each test, and a broker with a run to look at."""
+"""A browser for each file, a tab for each test, and a broker with a run to look at."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .chromium import Browser, Page, find_browser, running_browser
 from .demo_run import DemoRun, begin_demo
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if find_browser() is None:
         pytest.skip("no Chromium is installed here")
