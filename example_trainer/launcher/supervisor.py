@@ -152,8 +152,14 @@ class Supervisor:
     def stop(self, name: str, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
         """End one child and its processes, and stop watching it."""
         child = self._children.pop(name)
-        roots = [child.handle, *child.descendants]
-        end_processes(lambda: find_tree(roots, ""), grace_seconds=grace_seconds)
+        found = [child.handle, *child.descendants]
+
+        def running() -> list[psutil.Process]:
+            # A process that loses its parent while this stops is nobody's descendant; it stayed until the run's end.
+            found[:] = find_tree(found, "")
+            return list(found)
+
+        end_processes(running, grace_seconds=grace_seconds)
         child.process.poll()
 
     def close(self, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
