@@ -121,12 +121,18 @@ class BroadcastGroup:
         group = self._group
         if group is None:
             raise RuntimeError(_LEFT)
-        with self._abort_at_limit() as fired:
-            work = group.broadcast([buffer], options)
-            while self._backend == "nccl" and self._group is not None and not work.is_completed():
-                time.sleep(_POLL_SECONDS)
-            if self._group is not None:
-                work.wait()
+        work: Any = None
+        try:
+            with self._abort_at_limit() as fired:
+                work = group.broadcast([buffer], options)
+                while self._backend == "nccl" and self._group is not None and not work.is_completed():
+                    time.sleep(_POLL_SECONDS)
+                if self._group is not None:
+                    work.wait()
+        finally:
+            # The traceback of an error would keep both, and gloo closes its connections with the last reference: the
+            # other members waited for their limit of 60 s before they learned that the exchange had failed.
+            del group, work
         if fired.is_set():
             raise RuntimeError(f"a bucket was not sent in {self.timeout_seconds:g} s: a member of the group is gone")
         if self._group is None:

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from example_trainer.processes.ports import free_port
+from example_trainer.processes.tree import wait_until
 from example_trainer.weight_protocol import broadcast_group
-from example_trainer.weight_protocol.broadcast_group import NCCL_SETTINGS, BroadcastGroup, Rendezvous
+from example_trainer.weight_protocol.broadcast_group import NCCL_SETTINGS, TIMEOUT_SECONDS, BroadcastGroup, Rendezvous
 from example_trainer.weight_protocol.buckets import Bucket
 
 CPU = torch.device("cpu")
@@ -47,6 +48,30 @@ def test_two_receivers_get_the_tensors_and_the_checksum_of_the_sender() -> None:
         }
     for group in (sender, *receivers):
         group.close()
+
+
+def test_a_member_that_is_gone_ends_the_wait_of_the_others_though_the_senders_error_is_kept() -> None:
+    """A publish that is tried again keeps its last error; a receiver may not wait for its limit of a minute then."""
+    port = free_port()
+    with ThreadPoolExecutor(3) as pool:
+        places = [Rendezvous("127.0.0.1", port, rank, 3) for rank in range(3)]
+        sender, receiver, gone = pool.map(lambda place: BroadcastGroup.join(place, CPU), places)
+        gone.close()
+        del gone
+        with pytest.raises(RuntimeError) as kept:
+            for _ in range(100):  # the first ones may fit into the buffers of the connection
+                sender.send(BUCKETS, pack)
+        sender.close()
+        waiting = pool.submit(receive_until_it_fails, receiver)
+        assert wait_until(waiting.done, TIMEOUT_SECONDS / 2)
+        receiver.close()
+    assert kept.value.__traceback__ is not None
+
+
+def receive_until_it_fails(group: BroadcastGroup) -> None:
+    with pytest.raises(RuntimeError):
+        while True:
+            group.receive(BUCKETS)
 
 
 class NcclGroup:
