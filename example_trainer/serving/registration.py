@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -217,9 +218,10 @@ class Registration:
         return 0.0
 
     def _note_failure(self, failure: str) -> float:
-        if failure != self._failure:
+        kind = re.sub(r"\d+", "", failure)  # the seconds left in it change with each try
+        if kind != self._failure:
             logger.warning("the lease is not renewed: %s", failure)
-            self._failure = failure
+            self._failure = kind
         return RETRY_SECONDS
 
     async def _engine_answers(self) -> bool:

@@ -7,6 +7,7 @@ stopped, and nobody knows when it answers again. A draining server gets no new r
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,7 @@ class RegisteredServers:
         self._make = make
         self._by_lease: dict[str, HttpServer] = {}
         self._leaving: list[HttpServer] = []
+        self._next_line = 0.0
 
     @property
     def policy(self) -> str:
@@ -94,7 +96,9 @@ class RegisteredServers:
                     f"no inference server of the policy {self.policy!r} has served for {timeout_seconds:.0f} s; start "
                     "one with --broker-url, and a trainer with --registered-servers"
                 )
-            if wait.has_line():
+            # All rollouts of an environment wait here, and 32 of them logged the same line at once.
+            if wait.has_line() and time.monotonic() >= self._next_line:
+                self._next_line = time.monotonic() + LINE_SECONDS / 2
                 logger.info("waiting for an inference server of the policy %s (%.0f s)", self.policy, wait.seconds)
             with anyio.move_on_after(min(LINE_SECONDS, timeout_seconds)):
                 await self.changed.wait()

@@ -1,15 +1,18 @@
 """An environment's servers as they are registered at the broker: they come, drain, fall silent and go while it asks."""
 
 import contextlib
+import logging
 
 import anyio
 import pytest
 
+from atropos_api.common import concurrency
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.testing import memory_broker
 from atropos_api.wire import ServerReport, ServerSet
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import InferenceUnavailable
+from environments.sdk.inference import registered
 from environments.sdk.inference.pool import MARGIN
 from environments.sdk.inference.sampling import Sampling
 from environments.sdk.server_manager import ServerManager
@@ -122,6 +125,18 @@ async def test_without_any_server_a_request_fails_with_the_remedy_after_the_time
     async with scene.following():
         with pytest.raises(InferenceUnavailable, match="--broker-url"):
             await scene.ask()
+
+
+async def test_many_requests_that_wait_for_a_server_log_one_line_together(scene, caplog, monkeypatch):
+    monkeypatch.setattr(concurrency, "WAIT_LINE_SECONDS", 0.1)
+    caplog.set_level(logging.INFO)
+    for _ in range(20):
+        scene.group.start_soon(scene.ask)
+    monkeypatch.setattr(registered, "LINE_SECONDS", 0.3)
+    await anyio.sleep(0.4)
+    assert caplog.text.count("waiting for an inference server") in {1, 2, 3}
+    await scene.register("one")
+    await scene.until("one")
 
 
 async def test_joiners_are_not_asked(scene):

@@ -251,7 +251,7 @@ async def test_removed_at_the_broker_it_joins_under_a_new_lease(scene, make):
     assert (scene.state, refusal(server)) == ("joining", (503, "joining"))
 
 
-async def test_an_id_that_another_process_holds_is_waited_for(scene, make):
+async def test_an_id_that_another_process_holds_is_waited_for(scene, make, caplog):
     first, second = make(), make()
     second.identity = ServerConfig.model_validate({"model": "m", "broker_url": "http://b"}).identify(
         "other boot", {}, encrypted=False
@@ -259,6 +259,9 @@ async def test_an_id_that_another_process_holds_is_waited_for(scene, make):
     await first.renew()
     assert await second.renew() > 0
     assert refusal(second) == (503, "no-lease")
+    scene.now += 2
+    await second.renew()
+    assert caplog.text.count("for another") == 1, "the same reason, with fewer seconds left"
     scene.now += LEASE
     await second.renew()
     assert refusal(second) == (503, "joining")
