@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from example_trainer.errors import RanksFailed
-from example_trainer.weight_protocol.transfer import default_group_on_loopback, make_store
+from example_trainer.weight_protocol.transfer import default_group_near, make_store
 
 _KIND: Final = "$kind"
 _HEAD: Final = struct.Struct("<Q")
@@ -259,7 +259,7 @@ def joined_ranks(
     timeout = timedelta(seconds=timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     host, port = _meeting_point(init_method)
-    with default_group_on_loopback(host):
+    with default_group_near(host):
         try:
             if port is None:
                 dist.init_process_group(

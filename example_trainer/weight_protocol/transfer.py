@@ -5,9 +5,9 @@ body is what `adapter_model.safetensors` would hold, so a body that is written t
 an adapter that PEFT and a stock vLLM can load. The receiver checks the header before it passes a body on.
 
 The processes of a group meet at a TCP store, for which torch has no token: any process that reaches its port can join
-the group or disturb it. So the store listens only on the address it is given, and for a loopback address gloo's
-connections stay on the loopback interface too. Only for an address that belongs to no local interface (behind a NAT)
-does it listen on all interfaces.
+the group or disturb it. So the store listens only on the address it is given, and gloo's connections stay on the
+interface from which that address is reached. Only for an address that belongs to no local interface (behind a NAT) does
+the store listen on all interfaces.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, (set, frozenset)) else str(getattr(value, "value", value))
 
 
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+INTERFACE_VARIABLES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME")
 
 dist: Any = torch.distributed  # its stubs lack most of the names that are used here
 
@@ -125,19 +126,39 @@ def make_store(host: str, port: int, *, world_size: int, is_master: bool, timeou
 
 
 def make_gloo_group(store: Any, rank: int, world_size: int, *, host: str, timeout: timedelta) -> Any:
-    """Return a gloo group of processes that met at `host`; it uses the loopback interface if `host` is there."""
-    if not is_loopback(host):
+    """Return a gloo group of processes that met at `host`; it uses the interface from which `host` is reached.
+
+    By itself torch takes the address that this machine's name resolves to, which is a loopback one on Debian and where
+    the name is unknown: members on other hosts then wait for each other without end. GLOO_SOCKET_IFNAME comes first.
+    """
+    address = host if is_loopback(host) else local_address(host)
+    if address is None or (GLOO_INTERFACE in os.environ and not is_loopback(host)):
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - torch gives them no other name
     options._timeout = timeout  # noqa: SLF001 - same
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001 - same
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # noqa: SLF001 - same
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
+def local_address(host: str) -> str | None:
+    """Return this machine's address on the way to `host`, or None if there is no way; nothing is sent."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
 @contextlib.contextmanager
-def default_group_on_loopback(host: str) -> Iterator[None]:
-    """Make the groups that torch creates inside the block use the loopback interface, if `host` is there."""
-    wanted = dict.fromkeys(INTERFACE_VARIABLES, _loopback_interface()) if is_loopback(host) else {}
+def default_group_near(host: str) -> Iterator[None]:
+    """Make the groups that torch creates inside the block use the interface from which `host` is reached.
+
+    NCCL chooses among several by itself, so it is told only to stay on loopback.
+    """
+    names = INTERFACE_VARIABLES if is_loopback(host) else (GLOO_INTERFACE,)
+    wanted = dict.fromkeys(names, _interface_of("127.0.0.1" if is_loopback(host) else local_address(host)))
     added = {name: value for name, value in wanted.items() if value and name not in os.environ}
     os.environ.update(added)
     try:
@@ -163,6 +184,6 @@ def _listen(host: str, port: int) -> socket.socket | None:
     return listener
 
 
-def _loopback_interface() -> str | None:
+def _interface_of(address: str | None) -> str | None:
     found = psutil.net_if_addrs().items()
-    return next((name for name, addresses in found if any(entry.address == "127.0.0.1" for entry in addresses)), None)
+    return next((name for name, own in found if any(entry.address.split("%")[0] == address for entry in own)), None)

@@ -24,6 +24,7 @@ from example_trainer.weight_protocol.broadcast_group import BroadcastGroup, Rend
 from example_trainer.weight_protocol.transfer import (
     INTERFACE_VARIABLES,
     is_loopback,
+    local_address,
     make_store,
 )
 
@@ -146,6 +147,19 @@ def test_the_group_over_which_weights_are_sent_listens_on_loopback_alone() -> No
     group = BroadcastGroup.join(Rendezvous("127.0.0.1", free_port(), 0, 1), torch.device("cpu"))
     try:
         assert _addresses(before) == {"127.0.0.1"}
+    finally:
+        group.close()
+
+
+def test_a_group_that_meets_at_another_address_listens_where_that_address_is_reached_from() -> None:
+    """Not where this machine's name leads, which is a loopback address on Debian."""
+    own = local_address("192.0.2.1")
+    if own is None:
+        pytest.skip("this machine has no address but loopback")
+    before = _listening()
+    group = BroadcastGroup.join(Rendezvous(own, free_port(), 0, 1), torch.device("cpu"))
+    try:
+        assert _addresses(before) == {own}
     finally:
         group.close()
 
