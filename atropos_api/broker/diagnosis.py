@@ -271,7 +271,7 @@ def _rollouts(facts: Facts) -> Finding | None:
         + (doing if any(one.open_rollouts is not None for one in facts.connected) else "")
         + said
         + _load_of(facts.servers),
-        advice="" if _tool(facts) else _inference_advice(facts.servers),  # inference is not what is short then
+        advice="" if _tool(facts) else _inference_advice(facts.servers),  # then inference is not the bottleneck
         seconds=facts.batch_wait_seconds,
     )
 
@@ -287,7 +287,7 @@ def _load_of(servers: Sequence[ServerFacts]) -> str:
 
 
 def _inference_advice(servers: Sequence[ServerFacts]) -> str:
-    """Return the way to more rollouts: servers in which no request waits have room for more of them at once."""
+    """Return the way to more rollouts: servers in which no request waits can run more of them at once."""
     if not servers:
         return "give inference more: more servers, more rollouts at once (--env.max_num_workers), shorter answers"
     if any(one.waiting for one in servers):
