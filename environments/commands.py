@@ -133,9 +133,7 @@ def backup_of(path: Path) -> Path:
 
 
 def convert_data(path: Path) -> Conversion:
-    """Rewrite `path` in place as records of question and answer; if it is interrupted, the old file or the new one is
-    whole.
-    """
+    """Rewrite `path` in place as records of question and answer; an interruption leaves the whole old or new file."""
     if path.suffix not in {".jsonl", ".json"}:
         raise DataUnusable(f"{path}: only .jsonl and .json files are converted; a .parquet file is read as it is")
     records = [

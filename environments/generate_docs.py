@@ -1,7 +1,7 @@
-"""Prints the reference pages that are generated from the code: `python -m environments.generate_docs environments`
-(or `sdk`).
+"""The module prints the reference pages that come from the code: `python -m environments.generate_docs
+environments` (or `sdk`).
 
-It prints the whole page. docs/reference holds the page as last printed, and a test compares the two.
+A test compares each page in docs/reference with the page that this module would print now.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _table(options: Iterable[Option]) -> str:
 
 
 def _additional_options(model: type[BaseModel], general: type[BaseModel]) -> list[Option]:
-    """Return the flags of a configuration that a more general one does not have."""
+    """Return the flags that a configuration adds to those of a more general one."""
     known = {option.path for option in _options_of(general, "env.")}
     return [option for option in _options_of(model, "env.") if option.path not in known]
 

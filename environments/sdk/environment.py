@@ -104,7 +104,7 @@ class Scheduler(Protocol):
         """Start rollouts until there is no room or no item, or something else is due."""
 
     def log_fields(self) -> dict[str, str | int | None]:
-        """Return run, step and policy version, which log records tell."""
+        """Return run, step and policy version, for log records."""
 
 
 class Environment(ABC):

@@ -81,10 +81,10 @@ class OwnCodeEnded(EnvironmentsError):
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Make an error of this call what would end the server without one: `sys.exit`, and a cancellation by nobody here.
+    """Turn what would end the server silently into an error: `sys.exit`, and a cancellation that is not its own.
 
-    A task group takes the cancellation of one of its tasks, such as a library's request that was cancelled, for its
-    own: the rollouts would all end, and the server with exit code 0.
+    A library may cancel a request that a task waits for. The task group would take this for its own cancellation: all
+    rollouts would end, and the server would exit with code 0.
     """
     try:
         yield
