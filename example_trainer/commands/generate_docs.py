@@ -1,7 +1,7 @@
-"""Prints a reference page from the code: `python -m example_trainer.commands.generate_docs cli`.
+"""The module prints a reference page from the code: `python -m example_trainer.commands.generate_docs cli`.
 
-The other pages are metrics, prometheus and memory. It prints the whole page; docs/reference holds the last printed one,
-and a test compares the two. The text on each option and each metric comes from its own declaration.
+The other pages are metrics, prometheus and memory. It prints the whole page; a test compares it with the one in
+docs/reference. The text on each option and each metric comes from its own declaration.
 """
 
 from __future__ import annotations

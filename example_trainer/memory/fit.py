@@ -252,7 +252,7 @@ def _without_effect_on_results(config: TrainingOptions) -> Iterator[Changes]:
 
 
 def _other_share(shape: ModelShape, config: TrainingOptions, gpu: Gpu) -> float | None:
-    """Return the share nearest to vLLM's that leaves the trainer enough and is comfortable; None if there is none."""
+    """Return the share nearest to vLLM's that is enough for trainer and server; None if there is none."""
     if not gpu.share or not gpu.share_can_change:
         return None
     servers, total = gpu.servers, gpu.total_bytes

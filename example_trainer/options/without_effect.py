@@ -103,7 +103,7 @@ def _checks_memory(config: TrainingOptions) -> bool:
 
 
 def _counted_for_memory(config: TrainingOptions) -> frozenset[str]:
-    """Return the options of the server from which the check of memory learns about one that somebody else starts."""
+    """Return the options by which the check of memory knows a server that is started elsewhere."""
     if not _checks_memory(config) or not config.serves_here:
         return frozenset()
     share = "gpu_memory_utilization"

@@ -58,7 +58,7 @@ class PlacementSettings(BaseModel):
 
     @property
     def own_token(self) -> str:
-        """A token for the broker of this launch, which other machines reach, where no other is given."""
+        """A token for this launch's broker, which other machines can reach; it is used if no other is given."""
         return self._own_token
 
     @property
@@ -96,7 +96,7 @@ def launchers_own(section: Mapping[str, Any], layout: DistributedLayout | None) 
 
 
 def read_placement(section: Mapping[str, Any], flags: Mapping[str, Any]) -> PlacementSettings:
-    """Return the settings of the section and the launcher's flags; raise `ConfigError` for values of no use."""
+    """Return the settings of the section and the launcher's flags; raise `ConfigError` for unusable values."""
     given = {**section, **{key: flags[flag] for key, flag in _FLAGS.items()}}
     try:
         settings = validate(PlacementSettings, check_keys(PlacementSettings, given, where="placement"))
