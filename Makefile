@@ -88,7 +88,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/sync/generate.py
 	$(BIN)/python benchmarks/sync/copies.py
 
-# Needs pytest, torch, transformers and peft alone, so it runs where vLLM cannot be had; without a GPU it says what it skips.
+# Needs only pytest, torch, transformers and peft, so it runs where vLLM is not available; without a GPU it says what it skips.
 gpu: $(if $(and $(HAS_GPU),$(filter $(BIN)/python,$(GPU_PYTHON))),$(INSTALLED_DEV))
 	@$(GPU_PYTHON) tests/gpu/run.py $(GPU_FLAGS)
 

@@ -66,14 +66,15 @@ over what the environment itself sets. Several inference servers are a list unde
 TEACHER_INTRODUCTION: Final = """\
 ### The teacher's server
 
-Of an environment with a teacher, `distill_server.py`; a YAML file has the section `teacher:`, a list if there are
-several servers.
+These are for an environment with a teacher, such as `distill_server.py`. A YAML file has the section `teacher:`, a list
+if there are several servers.
 """
 
 QUESTIONS_INTRODUCTION: Final = """\
 ### Of environments with questions
 
-Of all below but `verifiers_server.py`; `arithmetic_server.py` makes its questions where none are named.
+All environments below except `verifiers_server.py` have these; `arithmetic_server.py` makes its own questions if none
+are named.
 """
 
 METRICS_INTRODUCTION: Final = """\
@@ -88,7 +89,7 @@ SDK_INTRODUCTION: Final = """\
 `python -m environments.generate_docs sdk` prints this page; the code's own signatures and docstrings are its source. A
 whole environment is in [your own environment](../howto/your-own-environment.md). `from environments.sdk import` gives
 `BaseEnv`, `BaseEnvConfig`, `APIServerConfig`, `scored_group`, `scored_item`, `GoldItem`, `ItemDropped`; inside an
-environment `self.server` and a session are the other two that it speaks to.
+environment, `self.server` and a session are the two other objects that it uses.
 """
 
 OVERRIDES_FROM: Final = "# What an environment overrides."

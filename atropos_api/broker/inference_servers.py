@@ -289,8 +289,8 @@ def _address(report: ServerReport, peer: str | None) -> str:
             raise InvalidRequest(f"url: {error}", field="url", value=report.url[:80]) from None
         if peer is not None and _is_loopback(urlsplit(url).hostname) and not _is_loopback(peer):
             raise InvalidRequest(
-                f"url: {url} is a loopback address, and the server calls from {peer}: nobody here could reach it; let "
-                "it listen on an address of its network (--host), or name one (--advertise-url)",
+                f"url: {url} is a loopback address, and the server calls from {peer}: it cannot be reached from here; "
+                "let it listen on an address of its network (--host), or name one (--advertise-url)",
                 field="url",
                 value=url,
             )

@@ -96,7 +96,7 @@ def is_this_host(host: str) -> bool:
 def split_address(text: str) -> tuple[str, int | None]:
     """Return host and port of `HOST` or `HOST:PORT`; otherwise `ValueError` says what to write."""
     if not _is_place(text) or urlsplit(f"//{text}").netloc != text or "@" in text:
-        raise ValueError(f"{text!r} is no address; write HOST or HOST:PORT, such as 10.0.0.1:29400")
+        raise ValueError(f"{text!r} is not an address; write HOST or HOST:PORT, such as 10.0.0.1:29400")
     parts = urlsplit(f"//{text}")
     return str(parts.hostname), parts.port
 

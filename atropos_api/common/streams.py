@@ -44,7 +44,7 @@ def prepare_streams() -> None:
 
 def discard_output(stream: IO[str]) -> None:
     """Send all that is written to `stream` from now on to the null device, with what it could not write so far."""
-    with suppress(OSError, ValueError):  # a stream that is no file
+    with suppress(OSError, ValueError):  # a stream that is not a file
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)

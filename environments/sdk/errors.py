@@ -94,7 +94,7 @@ def contained() -> Iterator[None]:
         task = asyncio.current_task()
         if anyio.current_effective_deadline() == -math.inf or (task is not None and task.cancelling()):
             raise
-        raise OwnCodeEnded("it raised CancelledError, and nobody had cancelled it") from error
+        raise OwnCodeEnded("it raised CancelledError without having been cancelled") from error
 
 
 class RolloutsKeepFailing(EnvironmentsError):

@@ -132,7 +132,7 @@ Flags are tried in this order, and the first that fit are taken:
 3. what trains something else is only named, and only if all of the above is not enough: `--train-layer-indices
    last-12`, an adapter, an adapter on a base in 4 bits.
 
-The trainer knows the share of a server that somebody else starts only from `--gpu-memory-utilization`; without the flag
+The trainer knows the share of a server that is started elsewhere only from `--gpu-memory-utilization`; without the flag
 it counts, in `shared_vllm`, the least that can serve, and in `lora_only` nothing.
 
 ## What counts

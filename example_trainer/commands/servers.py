@@ -182,7 +182,7 @@ def _choose(fleets: Sequence[Fleet], fleet_id: str | None) -> Fleet:
         return named
     if not fleets:
         raise ConfigError(
-            "no launcher reports to this broker, so nobody would start or drain servers; they can be started by "
+            "no launcher reports to this broker, so none would start or drain servers; they can be started by "
             "vllm_api_server --broker-url, and drained by atropos drain"
         )
     if len(fleets) > 1:

@@ -128,7 +128,7 @@ def _memory_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the `vllm` section that override the trainer's and determine the server's memory."""
     found: dict[str, Any] = {}
     for name, read in (("gpu_memory_utilization", float), ("max_model_len", int)):
-        with suppress(KeyError, ValueError, TypeError):  # the server's own parser refuses what is no number
+        with suppress(KeyError, ValueError, TypeError):  # the server's own parser refuses a value that is not a number
             found[name] = read(section[name])
     return found
 

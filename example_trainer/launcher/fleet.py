@@ -105,7 +105,7 @@ class Fleet:
 
     @property
     def unsettled(self) -> set[str]:
-        """Names of the servers whose end is no failure of the run: they drain, or were added and never answered."""
+        """Names of the servers whose end is not a failure of the run: they drain, or were added and never answered."""
         return {server.name for server in self._servers.values() if server.drains or not server.answered}
 
     def first_plan(self) -> Plan:

@@ -79,7 +79,7 @@ class LastingView:
     def _can_write(self) -> bool:
         try:
             return bool(select.select([], [self._out.fileno()], [], 0)[1])
-        except ValueError:  # a stream that is no file
+        except ValueError:  # a stream that is not a file
             return True
 
     @contextmanager

@@ -236,7 +236,7 @@ def _trainings_with_the_users_optimizer(config: TrainingOptions) -> Sequence[Cha
 def _without_effect_on_results(config: TrainingOptions) -> Iterator[Changes]:
     """Yield changes that alter memory and time alone.
 
-    They are none, checkpointing, smaller micro-batches with it, and inputs in host memory beside the smallest ones.
+    They are: none, checkpointing, with it smaller micro-batches, and with the smallest ones inputs in host memory.
     """
     yield {}
     checkpointing = {} if config.gradient_checkpointing else {"gradient_checkpointing": True}

@@ -95,7 +95,7 @@ def checked_settings(given: object) -> object:
 
 
 def refuse_unknown(names: Iterable[str], *, where: str) -> None:
-    """Raise `ConfigError` for a name that cannot be used, or is no option of vLLM as far as it is installed here."""
+    """Raise `ConfigError` for a name that cannot be used, or that is not an option of the installed vLLM."""
     given = [name.replace("-", "_").partition(".")[0] for name in names]
     for name in given:
         if name in _UNREACHABLE or name.startswith("ssl_"):

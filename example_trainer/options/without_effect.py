@@ -71,7 +71,7 @@ def _mode_rules(config: TrainingOptions, is_launched: bool, used: Collection[str
     if config.registered_servers:
         who_starts = "the trainer starts no registered server"
     elif config.uses_remote_server:
-        who_starts = f"nobody starts one on {config.vllm_host} from here"
+        who_starts = f"no server is started on {config.vllm_host} from here"
     spaced = not mode.server_outlives_publish or mode.interval_if_set
     yield _Rule("vllm_restart_interval", spaced, "each step is published")
     yield _Rule("in_flight", shares, restarts)

@@ -281,7 +281,7 @@ class RayPlacement:
 
 
 def _end_with(pid: int) -> None:
-    """End this process once the node's raylet has: Ray's own check counts a raylet that nobody has reaped as alive."""
+    """End this process once the node's raylet has: Ray's own check counts a raylet that was not reaped as alive."""
     raylet = open_process(pid)
     while raylet is not None and is_alive(raylet):
         time.sleep(RAYLET_INTERVAL_SECONDS)
