@@ -236,7 +236,7 @@ _AS_ROOT = (
         _RUNNER,
         "if user >= 0:",
         "if user > 1 << 40:",
-        f"{_TESTS}test_limits.py::test_the_code_is_nobody_without_rights_and_under_the_filter",
+        f"{_TESTS}test_limits.py::test_the_code_runs_as_nobody_without_rights_and_under_the_filter",
     ),
     Mutant(
         "one user for all runs",

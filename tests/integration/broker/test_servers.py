@@ -86,7 +86,7 @@ def test_followers_get_the_whole_set_once_it_changes(client, pool):
     assert client.get_servers("default", since=found.epoch, wait_seconds=20.0).epoch >= answer.epoch, "at once"
 
 
-def test_a_silent_server_is_out_when_its_lease_ends_although_nobody_calls(client, pool):
+def test_a_silent_server_is_out_when_its_lease_ends_even_without_a_call(client, pool):
     client.renew_server("a", report(mode="fixed"))
     began, found = time.monotonic(), client.get_servers(answering=True)
     gone = found

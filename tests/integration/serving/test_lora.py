@@ -82,7 +82,7 @@ def test_an_adapter_can_be_asked_for_by_name(lora_server):
     assert lora_server.post("/generate", {"prompt": PROMPT, "model": "policy-v9"}).status_code == 404
 
 
-def test_names_are_not_reused_and_mistakes_are_told(lora_server, adapters, tmp_path):
+def test_names_are_not_reused_and_mistakes_are_reported(lora_server, adapters, tmp_path):
     again = post(lora_server, "/lora/load", name="policy-v1", path=str(adapters[1][0]))
     assert (again.status_code, again.json()["type"].rsplit(":", 1)[1]) == (409, "name-used")
     assert post(lora_server, "/lora/load", name="x", path=str(tmp_path)).status_code == 422

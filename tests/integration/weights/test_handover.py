@@ -197,7 +197,7 @@ def _version(connection):
     return json.loads(connection.getresponse().read())["policy_version"]
 
 
-def test_a_server_that_is_stopped_for_good_says_so_to_who_waits_and_closes_the_port(manager):
+def test_a_server_that_is_stopped_for_good_answers_waiting_clients_and_closes_the_port(manager):
     vllm = manager(drain_seconds=0.0)
     vllm.start("m", version=1)
     vllm.wait_until_ready(1)
@@ -215,7 +215,7 @@ def test_a_server_that_is_stopped_for_good_says_so_to_who_waits_and_closes_the_p
     busy.close()
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_started(manager):
+def test_a_port_that_is_taken_is_reported_before_anything_is_started(manager):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         vllm = manager(port=taken.getsockname()[1])
         with pytest.raises(ServerUnavailable, match=rf"port {vllm._options.port} is taken by pid {os.getpid()}"):

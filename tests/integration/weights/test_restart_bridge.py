@@ -66,7 +66,7 @@ def agrees(bridge, version):
 
 
 @pytest.mark.timeout(300 + 60 * RESTARTS)
-def test_no_rollout_is_lost_when_a_new_server_starts_beside_the_old_one_and_no_stranger_harmed(
+def test_no_rollout_is_lost_when_a_new_server_starts_next_to_the_old_one_and_no_other_process_is_harmed(
     bridge_for, decoy, tmp_path, monkeypatch
 ):
     bridge = bridge_for()

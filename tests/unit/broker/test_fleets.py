@@ -131,7 +131,7 @@ def test_the_number_survives_a_restart_of_the_broker_and_one_of_the_launcher(lau
     assert launcher.fleets.scale("run", 2) == 2, "requests are counted on"
 
 
-def test_a_request_that_nobody_followed_ends_with_the_lease(fleets, launcher, broker):
+def test_a_request_that_no_launcher_followed_ends_with_the_lease(fleets, launcher, broker):
     number = fleets.scale("run", 3)
     broker.now += LEASE_SECONDS
     with pytest.raises(UnknownFleet):

@@ -228,7 +228,7 @@ def test_a_removal_of_an_old_lease_leaves_the_new_process_alone(broker, make_ser
     assert new.state == "serving"
 
 
-def test_an_unknown_server_is_told_with_those_that_are_known(make_server, registry):
+def test_an_unknown_server_is_reported_with_those_that_are_known(make_server, registry):
     make_server("a").renew()
     for call in (registry.drain, registry.remove):
         with pytest.raises(UnknownServer, match=r"'b' \(registered: a\)"):
@@ -350,7 +350,7 @@ def test_the_address_is_what_the_server_names_or_where_it_calls_from(make_server
         ({}, None, "needs url, or the port"),
     ],
 )
-def test_an_address_that_nobody_could_use_is_refused(make_server, fields, peer, told):
+def test_an_address_that_no_client_could_use_is_refused(make_server, fields, peer, told):
     with pytest.raises(InvalidRequest, match=told):
         make_server(**fields).renew(peer=peer)
 

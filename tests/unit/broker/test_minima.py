@@ -40,7 +40,7 @@ def test_any_request_is_a_sign_of_life(broker, two_environments):
         sign(two_environments[0])
 
 
-def test_whoever_waits_looks_again_when_silence_or_patience_decides(broker, two_environments):
+def test_a_wait_for_minima_is_looked_at_again_when_silence_or_patience_decides(broker, two_environments):
     assert broker.inner.batches.retry_at is None
     broker.batch(1)
     assert broker.inner.batches.retry_at == 1060.0
@@ -61,7 +61,7 @@ def test_another_trainer_waits_anew(broker, two_environments):
     assert broker.batch(1) is None
 
 
-def test_a_restart_of_the_broker_is_no_silence_of_its_environments(broker, two_environments):
+def test_a_restart_of_the_broker_is_not_a_silence_of_its_environments(broker, two_environments):
     broker.now += 3600
     broker.restart()
     assert broker.batch(1) is None

@@ -199,7 +199,7 @@ def test_the_newest_servers_drain_first_and_are_forgotten_when_they_have_ended(s
     assert scene.scale(2)[1:] == ["vllm-2 starts"]
 
 
-def test_a_server_that_somebody_drains_is_not_replaced(scene: Scene) -> None:
+def test_a_server_that_is_drained_from_outside_is_not_replaced(scene: Scene) -> None:
     scene.scale(2)
     scene.register("vllm-2")
     scene.broker.servers.drain(scene.server_id("vllm"))
@@ -240,7 +240,7 @@ def test_a_server_that_has_answered_once_is_restarted_as_any_other(scene: Scene)
     assert scene.restarts.due() == []
 
 
-def test_a_server_that_loads_is_stopped_and_one_that_nobody_knows_only_once_all_are_known(scene: Scene) -> None:
+def test_a_server_that_loads_is_stopped_and_an_unknown_one_only_once_all_are_known(scene: Scene) -> None:
     scene.scale(3)
     scene.register("vllm-2", ready=False)
     assert scene.scale(1)[1:] == ["vllm-2 is stopped before it has served"]

@@ -133,7 +133,7 @@ def test_a_teacher_that_would_be_of_no_use_is_refused_in_one_line(argv: tuple[st
     assert "\n" not in str(caught.value)
 
 
-def test_a_teacher_without_a_model_directory_or_a_free_port_is_told_with_its_flag(tmp_path: Path) -> None:
+def test_a_teacher_without_a_model_directory_or_a_free_port_is_reported_with_its_flag(tmp_path: Path) -> None:
     argv = ["--model-name", "some/model", "--run-dir", str(tmp_path), *DISTILL]
     with pytest.raises(ModelNotFound, match=r"--teacher\.model_name /nowhere: no such directory"):
         dry_plan(plan_launch(read_settings([*argv, "--teacher.model_name", "/nowhere"])))

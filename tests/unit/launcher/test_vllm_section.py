@@ -70,7 +70,7 @@ def test_a_trainer_without_launcher_starts_its_server_with_the_section_too(
 
 
 @pytest.mark.parametrize("mode", ["lora_only", "lora_restart", "none"])
-def test_a_value_of_another_type_is_told_before_a_model_is_loaded(mode: str) -> None:
+def test_a_value_of_another_type_is_reported_before_a_model_is_loaded(mode: str) -> None:
     with pytest.raises(ConfigError, match="--max-num-seqs: Input should be a valid integer"):
         cli.run(
             ["--model-name", "m", "--weight-bridge-mode", mode, "--vllm-settings", "max_num_seqs=many", "--dry-run"]

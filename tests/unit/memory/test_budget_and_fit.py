@@ -327,7 +327,7 @@ def test_the_doctor_prints_the_range_that_layer_filters_take(
         main.run(["doctor", "--layers", "nobody/nothing-here"])
 
 
-def test_a_directory_is_read_and_a_name_that_is_nowhere_is_told(tmp_path: Path) -> None:
+def test_a_directory_is_read_and_a_name_that_is_nowhere_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
     assert find_shape(str(tmp_path)).layers == 2
     with pytest.raises(ModelNotFound, match=r"not one of the sizes 8B, 14B, 24B"):

@@ -243,7 +243,7 @@ def test_an_optimizer_of_the_users_own_is_refused_for_weights_that_are_sharded_o
     TrainingConfig(model_name="m", weight_bridge_mode="lora_only", world_size=2, optimizer="mine:momentum")
 
 
-def test_a_name_that_is_no_optimizer_lists_those_there_are() -> None:
+def test_a_name_that_is_not_an_optimizer_lists_those_there_are() -> None:
     with pytest.raises(ValueError, match="adam is not an optimizer; use one of adamw, adamw_8bit, adafactor, or pack"):
         TrainingConfig(model_name="m", optimizer="adam")
 

@@ -207,7 +207,7 @@ async def test_a_request_in_many_pieces_arrives_whole_and_is_forgotten_once_it_i
         assert await answer(reader) == 2
 
 
-async def test_a_client_that_leaves_meanwhile_is_no_trouble_to_the_others():
+async def test_a_client_that_leaves_meanwhile_does_not_disturb_the_others():
     async with Replacement() as both:
         leaving, (reader, writer) = socket.create_connection(("127.0.0.1", both.port)), await both.connect()
         both.old.app.gate.close()

@@ -106,7 +106,7 @@ async def test_always_answers_only_what_is_on_the_disk_many_answers_at_a_time(tm
 
 
 @pytest.mark.anyio
-async def test_a_disk_that_fails_to_sync_is_a_503_and_the_repetition_is_no_news(tmp_path, monkeypatch):
+async def test_a_disk_that_fails_to_sync_is_a_503_and_a_repeat_adds_nothing(tmp_path, monkeypatch):
     ledger, bodies = open_directory(tmp_path, fsync="always", fresh=False)
     broker = Broker(ledger, bodies)
     register(broker)

@@ -91,7 +91,7 @@ async def test_a_file_with_other_bytes_is_fetched_again_from_its_beginning(check
     assert is_whole(copy, source.files)
 
 
-async def test_a_file_that_is_never_whole_is_no_checkpoint(checkpoint, server, copy):
+async def test_a_file_that_is_never_whole_is_not_a_checkpoint(checkpoint, server, copy):
     source = server.offer(checkpoint, describe(checkpoint))
     (checkpoint / "model.safetensors").write_bytes(os.urandom(300_000))
     with pytest.raises(CheckpointUnreadable, match="its checksum is another"):

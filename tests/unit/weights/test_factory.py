@@ -95,7 +95,7 @@ def test_lora_only_starts_a_server_unless_it_is_told_not_to(tmp_path):
 
 
 @pytest.mark.parametrize("asked", ["0", "often", "-1"])
-def test_a_sync_check_that_is_no_number_is_refused(tmp_path, asked):
+def test_a_sync_check_that_is_not_a_number_is_refused(tmp_path, asked):
     with pytest.raises(ValidationError, match="every, off, or a number"):
         config(tmp_path, sync_check=asked)
 

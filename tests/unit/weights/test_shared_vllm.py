@@ -283,7 +283,7 @@ def test_a_version_that_is_not_new_is_refused_and_the_fence_is_lifted(shared):
     assert bridge.highest_version() == 5
 
 
-def test_an_unauthorised_publish_is_told_at_once(shared, monkeypatch):
+def test_an_unauthorised_publish_is_reported_at_once(shared, monkeypatch):
     _, bridge = shared("qwen2")
     bridge.prepare()
 

@@ -225,7 +225,7 @@ def test_redis_that_hangs_is_a_503_until_it_goes_on(redis_server, two_brokers, l
     work.finish()
 
 
-def test_a_queue_that_takes_longer_to_read_than_the_lease_lasts_wedges_nobody(redis_server):
+def test_a_queue_that_takes_longer_to_read_than_the_lease_lasts_blocks_no_broker(redis_server):
     seconds = 0.6 * LEASE
     session, other = (open_session(redis_server.url, lease_seconds=seconds) for _ in range(2))
     config = BrokerConfig(store=redis_server.url)
@@ -243,7 +243,7 @@ def test_a_queue_that_takes_longer_to_read_than_the_lease_lasts_wedges_nobody(re
     other.close()
 
 
-def test_a_redis_that_may_forget_is_refused_with_the_command_that_mends_it(redis_server):
+def test_a_redis_that_may_forget_is_refused_with_the_command_that_fixes_it(redis_server):
     def forget(when):
         subprocess.run(["redis-cli", "-p", str(redis_server.port), "config", "set", "appendfsync", when], check=True)
 

@@ -67,7 +67,7 @@ def test_callbacks_may_be_async_and_take_and_return_arrays_or_lists(reward, cont
         (["a", "b"], "one"),
     ],
 )
-def test_what_is_no_score_for_each_sample_is_refused(returned, words):
+def test_a_result_without_a_score_for_each_sample_is_refused(returned, words):
     def broken(_samples):
         return returned
 

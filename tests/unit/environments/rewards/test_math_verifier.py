@@ -136,7 +136,7 @@ def test_a_percentage_is_no_other_number(verifier, gold, answer):
     assert verifier.judge(gold, answer).outcome is Outcome.WRONG
 
 
-def test_sides_that_are_not_even_near_each_other_are_no_answer(verifier):
+def test_sides_that_are_not_even_near_each_other_are_not_an_answer(verifier):
     assert verifier.judge("5", r"5 \approx 7").outcome is Outcome.NO_ANSWER
 
 

@@ -81,7 +81,7 @@ async def test_every_namespace_is_its_own(sandbox):
     assert {name for name, link in inside.items() if link == own_namespace(name)} == set()
 
 
-async def test_the_code_is_nobody_without_rights_and_under_the_filter(sandbox):
+async def test_the_code_runs_as_nobody_without_rights_and_under_the_filter(sandbox):
     status = await told(sandbox, "dict(line.split(':', 1) for line in open('/proc/self/status').read().splitlines())")
     found = {name: status[name].strip() for name in ("CapPrm", "CapEff", "CapAmb", "NoNewPrivs", "Seccomp")}
     assert found == {"CapPrm": "0" * 16, "CapEff": "0" * 16, "CapAmb": "0" * 16, "NoNewPrivs": "1", "Seccomp": "2"}

@@ -184,7 +184,7 @@ async def test_what_a_session_cannot_be_opened_with_is_named(owner, make_manager
     await manager.aclose()
 
 
-async def test_a_session_opened_from_outside_ends_when_nobody_uses_it(manager):
+async def test_a_session_opened_from_outside_ends_when_it_is_not_used(manager):
     sessions = ServedSessions(idle_seconds=1.0, most_opened_over_http=2)
     proxy = SessionProxy(manager, asks_for_keys=False, sessions=sessions)
     with served(proxy) as root:
