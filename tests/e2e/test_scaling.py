@@ -136,7 +136,7 @@ def test_from_one_server_to_three_and_back_no_request_fails_and_the_new_ones_tak
         scaled = scene.verb("scale", "vllm=3")
         assert (scaled.returncode, scaled.stderr) == (0, "")
         assert len({row.url for row in scene.wait_for_serving(3)}) == 3
-        # Requests that wait at the first one end there, so the others fill as new ones are made. A server tells those
+        # Requests that wait at the first one end there, so the others fill as new ones are made. A server reports those
         # that it computes when it renews its lease.
         full = wait_until(lambda: all(row.running == PLACES for row in scene.serving()), LIMIT_SECONDS)
         assert full, scene.serving()

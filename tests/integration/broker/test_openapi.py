@@ -47,7 +47,7 @@ CHECKS = [
 # Under the Atropos contract, and inside of groups, numbers may come as text, as Atropos' own broker takes them.
 LAX_CHECKS = CHECKS[:-1]
 # What may be refused although the schema allows it: rows that differ in length, a size above the run's batch, an id
-# that is neither in the query nor in the body, a rank that is not below the world size, an address that leads nowhere.
+# that is neither in the query nor in the body, a rank that is not below the world size, an unknown host.
 REFUSED_BY_RULE = {
     "/v1/groups",
     "/v1/environments",

@@ -1,4 +1,4 @@
-"""The registry of inference servers over HTTP: who waits is told at once, nothing is polled, and it costs little."""
+"""The registry of inference servers over HTTP: waiting callers are answered at once, without polling, and cheaply."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""An environment's own code may do what it likes: it costs its own item, and neither the server nor the run."""
+"""An environment's own code may do anything: only its own item is lost, never the server or the run."""
 
 import asyncio
 import contextlib

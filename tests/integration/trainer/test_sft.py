@@ -1,4 +1,4 @@
-"""`atropos-sft` as a process: killed and resumed it ends bit by bit like a run that nobody disturbed."""
+"""`atropos-sft` as a process: killed and resumed, it ends bit for bit like an undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fleets: how many servers a launcher runs is asked for here, followed by the launcher, and lost by nobody."""
+"""Fleets: callers ask for a number of servers here, the launcher follows it, and no restart loses it."""
 
 import pytest
 

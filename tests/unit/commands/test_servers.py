@@ -141,7 +141,7 @@ def test_one_of_several_launchers_is_named(broker):
 
 
 class NoLaunchers:
-    """A broker that has just begun, and to which nobody reports."""
+    """A broker that has just begun, and to which no launcher reports."""
 
     def __init__(self, complete_after):
         self.calls, self.complete_after = 0, complete_after

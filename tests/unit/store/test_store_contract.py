@@ -355,7 +355,7 @@ def test_a_full_redis_takes_commits_but_no_groups_and_loses_none(redis_server):
     session.call("CONFIG", "SET", "maxmemory", "1")
     for number in (1, 2):
         for _ in range(2):
-            # What the one before left to be deleted makes no way for this one.
+            # The removals that the previous submission has staged make no room for this one.
             with pytest.raises(StoreUnavailable, match="refused a write"):
                 broker.submit(env_id, [checked(7)])
         assert len(broker.get_batch(number)) == 1

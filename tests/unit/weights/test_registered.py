@@ -1,4 +1,4 @@
-"""The bridge to registered servers: what it tells the broker, whom it proves, and what it does with the others."""
+"""The bridge to registered servers: its reports to the broker, the servers that it proves, and all others."""
 
 from __future__ import annotations
 

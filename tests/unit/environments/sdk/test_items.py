@@ -18,7 +18,7 @@ def anyio_backend():
 
 
 class Leasing:
-    """The broker's side: it answers as it is told, and keeps what it was asked."""
+    """The broker's side: it gives the set answers, and keeps what it was asked."""
 
     def __init__(self, *answers):
         self.answers = deque(answers)

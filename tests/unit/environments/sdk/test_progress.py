@@ -1,4 +1,4 @@
-"""Open groups are told by name, with what is done and what they do now, so that a watcher can name a straggler."""
+"""Open groups are reported by name, with what is done and what they do now, so that a watcher can name a straggler."""
 
 import anyio
 import pytest
