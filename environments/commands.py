@@ -121,7 +121,7 @@ BACKUP_SUFFIX = ".backup"
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The result of a conversion; `backup` is None where the file had the form already and was not changed."""
+    """The result of a conversion; `backup` is None if the file had the form already and was not changed."""
 
     path: Path
     records: int
@@ -162,7 +162,7 @@ def restore_data(path: Path) -> Path:
 
 
 def _keep(path: Path, backup: Path) -> None:
-    """Keep the original as `backup`: a hard link, or a copy where the file system has none; never overwrite a file."""
+    """Keep the original as `backup`: a hard link, or a copy if the file system has no links; never overwrite a file."""
     try:
         os.link(path, backup)
     except FileExistsError:

@@ -28,7 +28,7 @@ WSL_PROGRAM = "/usr/lib/wsl/lib/nvidia-smi"
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 _LISTED = re.compile(r"GPU \d+: (?P<kind>.*?) \(UUID: (?P<uuid>\S+)\)")
-"""A line of `nvidia-smi -L`; those of slices are indented and begin otherwise."""
+"""A line of `nvidia-smi -L`; lines of slices are indented and begin differently."""
 _MEBIBYTE = float(1 << 20)
 _SPARE = 1.25
 _SPARE_BYTES = 1 << 30

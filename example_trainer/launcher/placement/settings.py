@@ -40,7 +40,7 @@ class SeatResources(BaseModel):
 
 
 class PlacementSettings(BaseModel):
-    """The settings of the `placement:` section that are no sizes of a layout."""
+    """The settings of the `placement:` section besides the sizes of a layout."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -88,7 +88,7 @@ def split_section(section: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def launchers_own(section: Mapping[str, Any], layout: DistributedLayout | None) -> dict[str, Any]:
-    """Return the launcher's settings, by their flags, that the section and its layout decide unless they are given."""
+    """Return, by their flags, the launcher's settings that follow from the section unless they are given."""
     found = {flag: section[key] for key, flag in _FLAGS.items() if key in section}
     if layout is not None and section.get("kind") == "ray":
         found["num_inference_nodes"] = layout.rollout_replicas
