@@ -171,8 +171,7 @@ def use_socket(listening: socket.socket) -> None:
 
 
 def end_engine(async_llm: Any) -> None:
-    """Kill the idle engine at once: it has nothing to save, and vLLM's shutdown takes seconds and frees nothing
-    more."""
+    """Kill the idle engine at once: it has nothing to save, and vLLM's own shutdown takes seconds for no gain."""
     if async_llm.output_handler is not None:
         async_llm.output_handler.cancel()
     resources = async_llm.engine_core.resources
