@@ -81,7 +81,7 @@ def test_a_tight_staleness_budget_reaches_legacy_environments_as_a_longer_queue(
     legacy.register_env()
     for ident in range(2):
         legacy.post(ident)
-    # One batch waits, which is all that may; the environment's own limit is three batches, six groups.
+    # One batch waits, which is the limit; the environment's own limit is three batches, six groups.
     assert legacy.status_env(0).json()["queue_size"] == 6
 
 

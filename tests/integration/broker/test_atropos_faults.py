@@ -297,7 +297,7 @@ def test_b19_a_full_queue_holds_the_answer_back_until_there_is_room(legacy):
         time.sleep(0.2)
         assert not third.done()
         assert legacy.idents() == [1]
-        # Handing out makes room; the commit that comes with the next call wakes those that wait.
+        # Handing out makes room; the commit that comes with the next call wakes the waiting callers.
         assert legacy.idents() == [2]
         assert third.result(timeout=5).json() == {"status": "received"}
 

@@ -40,7 +40,7 @@ def test_the_trainer_is_told_of_a_hold_before_and_after_it_publishes(client, run
 def test_a_released_hold_says_that_the_version_was_kept(client, run):
     publish(client, run, 1)
     hold = client.hold_policy(60)
-    # A step that moved no weights leaves the version as it is.
+    # A step that changed no weights does not change the version.
     client.update_policy(PolicyUpdate(run_id=run.run_id, version=1, step=2, published_at=time.time()))
     assert client.release_policy(hold.hold_id).kept is True
     assert client.get_policy().held_seconds == 0

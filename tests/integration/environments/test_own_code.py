@@ -163,7 +163,7 @@ async def test_a_member_whose_code_ends_the_process_ends_its_group_alone(tokeniz
 async def test_a_rollout_that_ignores_its_cancellation_stops_the_server(tokenizer_folder, monkeypatch, caplog):
     monkeypatch.setattr(rollouts, "CANCELLATION_SECONDS", 0.1)
     stop = StopRequest()
-    monkeypatch.setattr(stop, "set_grace", lambda *_: None)  # which would end this process
+    monkeypatch.setattr(stop, "set_grace", lambda *_: None)  # it would end this process
 
     async def ignores(self, group):
         while not stop.count:

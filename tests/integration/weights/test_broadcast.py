@@ -31,7 +31,7 @@ MAX_ERROR, MEAN_ERROR = 1e-4, 5e-6
 SMALL_BUCKET = 1 << 14
 """Bucket size in bytes: the tiny model takes more than five, so that a transfer can break off between two."""
 
-# A server that does what the file it is given says; with an empty file all is as it should be.
+# A server whose behaviour is in the given file; with an empty file it behaves normally.
 FAULTY = """
 import sys
 from pathlib import Path

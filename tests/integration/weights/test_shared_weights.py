@@ -130,7 +130,7 @@ def test_one_copy_the_segment_is_the_same_file_in_both_processes_and_counted_onc
     bridge = bridge_to(shared_server)
     policy = bridge.prepare()
     for view in policy.served.values():
-        view.sum().item()  # touched here, so that the kernel counts it here
+        view.sum().item()  # touched in this process, so that the kernel counts it for this process
     storage = bridge._attached.manifest.storages[0]
     path = storage.handle["path"]
     inode = Path(path).stat().st_ino

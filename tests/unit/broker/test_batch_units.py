@@ -51,7 +51,7 @@ def test_environments_of_the_atropos_contract_are_told_the_batch_in_sequences(br
     env = broker.register(group_size=5)
     assert broker.legacy.status.batch_sequences(broker.inner.state.runs.open) == 10
     broker.send(env, 1, 2, 3, size=3)
-    # Three groups wait, whatever they hold.
+    # Three groups wait, whatever their sizes.
     assert broker.legacy.status.status_env(env).queue_size == 3
 
 

@@ -106,7 +106,7 @@ def test_a_second_launcher_of_the_fleet_is_refused_until_the_first_one_s_lease_i
     assert fleets.select().fleets == [], "nobody would follow a request"
     successor.report()
     with pytest.raises(FleetIdInUse):
-        launcher.report()  # it was stopped for long, and wakes
+        launcher.report()  # it was stopped for a long time, and resumes
     fleets.remove("run", launcher.launcher_id)
     assert len(fleets.select().fleets) == 1, "only its own lease"
     fleets.remove("run", successor.launcher_id)

@@ -107,7 +107,7 @@ def test_r15a_of_what_is_there_as_much_as_a_batch_can_hold(broker):
     broker.send(bound, 1, 2, size=1)
     broker.send(bound, 3, size=3)
     broker.send(free, 4, 5, 6, size=3)
-    # Of its 1 + 1 + 3 a batch of 8 holds all, with one 3 of the other; of the 3s alone none fills it.
+    # A batch of 8 holds all of its 1 + 1 + 3 and one 3 of the other; the 3s alone never fill a batch.
     assert broker.batch(1) == [1, 2, 3, 4]
 
 

@@ -135,7 +135,7 @@ async def test_a_template_makes_it_an_r1_zero_environment(make, tmp_path):
 async def test_a_stop_string_that_the_server_cut_off_is_put_back(make):
     cut = ZERO_RIGHT.removesuffix("</answer>")
     env, fake = await make(GSM8kEnv, [cut], unended=[cut], prompt_template="r1_zero")
-    fake.end = env.tokenizer.encode(cut)[-1]  # it ends with reason "stop", as for a stop string
+    fake.end = env.tokenizer.encode(cut)[-1]  # it ends with the reason "stop", as with a stop string
     assert (await collect(env))["scores"] == [1.0]
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 installed = importlib.util.find_spec("verifiers") is not None
 needs_package = [
     pytest.mark.skipif(not installed, reason="verifiers is not installed"),
-    pytest.mark.filterwarnings("default"),  # the library's own, and those of what it brings along
+    pytest.mark.filterwarnings("default"),  # warnings of the library and of its dependencies
 ]
 
 THEIRS = '''

@@ -245,7 +245,7 @@ def serving_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"weight_bridge_mode": "none", "device": "cpu"}, 0.45, False, None),
         ({**SHARED, "num_inference_nodes": 2, "device": "cuda:1"}, 0.225, True, None),  # weights and one sequence alone
         ({**SHARED, "num_inference_nodes": 2, "vllm_tensor_parallel_size": 2}, 0.225, True, 7.8),
-        ({"weight_bridge_mode": "none"}, 1.0, False, 57.8),  # as much as the driver and the process itself leave
+        ({"weight_bridge_mode": "none"}, 1.0, False, 57.8),  # all but the memory of driver and process
     ],
 )
 def test_the_cache_of_a_server_beside_other_processes_is_what_its_share_leaves(

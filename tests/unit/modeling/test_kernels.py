@@ -34,7 +34,7 @@ from .conftest import labels_of, make_rows
 COMPILE = torch.compile
 CPU = torch.device("cpu")
 
-# torch warns in tracing and in importing its own compiler; where warnings are errors, that ends the trace.
+# torch warns when it traces and when it imports its own compiler; where warnings are errors, that ends the trace.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),

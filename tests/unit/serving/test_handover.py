@@ -229,7 +229,7 @@ async def test_what_a_server_that_is_killed_had_given_is_answered_by_the_next():
         await settle()
         (connection,) = both.old.server.server_state.connections
         await handover._send(both.channel.sender, [connection.detach()])
-        both.channel.end()  # its starter says it, after a SIGKILL
+        both.channel.end()  # the program that started it says so, after a SIGKILL
         both.new.server.arrived = await receive_connections(both.channel.receiver)
         async with both.new.running(both._second.dup()):
             assert await answer(reader) == 2

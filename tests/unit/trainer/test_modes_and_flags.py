@@ -245,7 +245,7 @@ def outcome(config: TrainingConfig) -> Any:
     delivery = getattr(bridge, "_delivery", None)
     exchange = getattr(delivery or bridge, "_exchange", None)
     parts = [part for part in (bridge, delivery, exchange) if part is not None]
-    # A delivery's module serves several modes, so that only its class is read.
+    # A delivery's module serves several modes, so only its class is read.
     kinds = [type(part) for part in parts]
     sources = kinds if config.registered_servers else [inspect.getmodule(kind) or inspect for kind in kinds]
     source = "".join(map(inspect.getsource, sources))

@@ -125,7 +125,7 @@ def test_files_of_the_living_stay_and_of_the_dead_go():
 def test_files_of_other_users_are_never_swept(monkeypatch):
     """Root may open the weights of another user's running server, but must not remove them."""
     file = SharedFile.create(BOOT_ID, "weights", 4096)
-    os.close(file._descriptor)  # its server is gone, so that nothing but the owner speaks for it
+    os.close(file._descriptor)  # its server is gone, so only its owner protects it
     ours = os.getuid()
     with monkeypatch.context() as patch:
         patch.setattr(os, "getuid", lambda: ours + 1)

@@ -234,7 +234,7 @@ def test_a_reload_whose_answer_is_lost_counts_if_the_server_serves_that_version(
         ("none", {}, True, False, "--restart-method reload"),
         ("lora_restart", {}, True, False, "--weight-bridge-mode lora_only"),
         ("none", {}, True, True, None),
-        ("none", {}, False, False, None),  # it had exited, which is another matter
+        ("none", {}, False, False, None),  # it had exited, which is another case
         ("none", {"restart_method": "reload"}, True, False, None),
     ],
 )

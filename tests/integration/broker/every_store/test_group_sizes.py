@@ -85,7 +85,7 @@ def test_v0_a_size_that_no_longer_fits_is_buffered_paused_and_reported_once(scen
     for ident in (2, 3):
         assert scene.post(ident, 8, env_id)["status"] == "buffered"
     answer = scene.http.get(f"/status-env?env_id={env_id}").json()
-    # Atropos' own rules: pause at three batches, end where step and queue pass the run's last.
+    # Atropos' own rules: pause at three batches; end when step and queue together exceed the run's last step.
     assert answer["queue_size"] * 8 >= 3 * 12
     assert answer["current_step"] + answer["queue_size"] * 8 // 12 <= 10
     (line,) = warnings_of(caplog)

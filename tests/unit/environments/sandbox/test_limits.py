@@ -98,7 +98,7 @@ async def test_every_mount_is_read_only_but_the_working_folder_of_limited_size(s
     assert {path for path, options in mounts.items() if "nodev" not in options} == devices
     size, files = await told(sandbox, "[(s := os.statvfs('/tmp')).f_blocks * s.f_frsize, s.f_files]")
     assert size == 2 << 20
-    # bubblewrap cannot limit their number; the supervisor does.
+    # bubblewrap cannot limit the number of files; the supervisor limits it.
     assert files == MOST_FILES or sandbox.way.name == "bubblewrap"
 
 
@@ -135,7 +135,7 @@ async def test_runs_do_not_take_each_others_processes(sandbox):
 
 
 async def test_without_a_limit_of_the_kernels_the_supervisor_counts_processes(limits_alone):
-    # It waits, for a busy machine may count its processes for the first time only after the last fork.
+    # It waits because a busy machine may count its processes for the first time only after the last fork.
     assert (await limits_alone.run(f"{FORKS}time.sleep(30)\n")).ended_by == "processes"
 
 

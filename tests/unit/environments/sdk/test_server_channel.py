@@ -62,7 +62,7 @@ async def test_during_an_outage_only_one_request_probes():
     async with anyio.create_task_group() as group:
         for _ in range(50):
             group.start_soon(line.post, URL, b"{}", "train")
-    # All fifty found it out once, one went on asking, then each asked once more.
+    # All fifty saw the failure once, one went on asking, then each asked once more.
     assert transport.asked <= 50 + 3 + 50
 
 
