@@ -215,7 +215,7 @@ LAUNCHER: tuple[Mutant, ...] = (
         "        pass",
         f"{_CHILDREN}what_a_killed_launcher_leaves_is_cleaned_up_for_it",
     ),
-    # What they leave
+    # Leftovers of ended programs, and ports
     Mutant(
         "what was there before is swept",
         _LEFTOVERS,
@@ -323,7 +323,7 @@ LAUNCHER: tuple[Mutant, ...] = (
         "        pass",
         f"{_MATRIX}under_the_launcher_each_flag_is_observed_refused_or_remarked_on_in_each_mode[lora_only]",
     ),
-    # What a run keeps
+    # Files that a run keeps
     Mutant(
         "a command's file is not forced to the disk",
         "atropos_api/common/files.py",
