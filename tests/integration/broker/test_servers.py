@@ -83,7 +83,7 @@ def test_followers_get_the_whole_set_once_it_changes(client, pool):
     answer = waiting.result(2)
     assert states(answer) == {"a": "serving", "b": "joining"}
     assert answer.epoch > found.epoch
-    assert client.get_servers("default", since=found.epoch, wait_seconds=20.0).epoch >= answer.epoch, "at once"
+    assert client.get_servers("default", since=found.epoch, wait_seconds=20.0).epoch >= answer.epoch, "without waiting"
 
 
 def test_a_silent_server_is_out_when_its_lease_ends_even_without_a_call(client, pool):

@@ -97,7 +97,7 @@ def test_r42_while_servers_replace_each_other_no_request_of_24_clients_fails_and
     for answer in clients.answers:
         if answer.body["digest"]:
             sent = hashlib.blake2b(answer.body["sent"], digest_size=16).hexdigest()
-            assert answer.body["digest"] == sent, "each request was answered as it was asked"
+            assert answer.body["digest"] == sent, "each request got the answer to its own question"
     assert [psutil.pid_exists(pid) for pid in pids] == [False] * 3 + [True]
 
 
@@ -180,7 +180,7 @@ def test_a_standby_answers_those_who_wait_for_a_server_that_was_killed(with_stan
 def test_a_standby_ends_with_its_manager_and_is_not_started_without_memory(with_standby, monkeypatch):
     pid = imported(with_standby)
     with_standby.prepare_standby()
-    assert with_standby._standby.pid == pid, "there is one already"
+    assert with_standby._standby.pid == pid, "there is a second server already"
     began = time.monotonic()
     with_standby.stop()
     assert time.monotonic() - began < 8

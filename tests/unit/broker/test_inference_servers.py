@@ -65,7 +65,7 @@ def test_a_server_starts_joins_serves_drains_and_is_gone(broker, make_server, re
     assert server.state == "serving"
     assert server.renew(version=1).state == "serving"
     assert registry.drain("a").state == "draining"
-    assert server.renew().state == "draining", "it learns so when it renews"
+    assert server.renew().state == "draining", "its renewal says so"
     registry.remove("a", server.lease_id)
     assert (server.state, server.seen.reason) == ("gone", "it left")
     broker.now += GONE_SECONDS
@@ -270,7 +270,7 @@ def test_a_set_is_incomplete_until_every_server_had_time_to_register_again(broke
     broker.now += LEASE
     second = registry.select("default")
     assert second.complete
-    assert second.epoch > first.epoch, "so that followers are told"
+    assert second.epoch > first.epoch, "followers see a new revision"
     assert registry.select("default").epoch == second.epoch
 
 
@@ -377,7 +377,7 @@ def test_the_time_until_the_next_change_is_that_of_the_next_lease(broker, make_s
     assert registry.seconds_to_expiry() == LEASE - 3
     broker.now += LEASE
     registry.expire()
-    assert registry.seconds_to_expiry() == GONE_SECONDS, "when those that are gone are forgotten"
+    assert registry.seconds_to_expiry() == GONE_SECONDS, "until ended servers are removed"
     broker.now += GONE_SECONDS
     registry.expire()
     assert registry.seconds_to_expiry() == float("inf")

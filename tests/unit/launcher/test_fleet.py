@@ -192,7 +192,7 @@ def test_the_newest_servers_drain_first_and_are_forgotten_when_they_have_ended(s
     assert scene.poll() == ["vllm-3 has left"]
     os.kill(scene.supervisor["vllm-2"].process.pid, signal.SIGKILL)
     assert wait_until(lambda: scene.supervisor["vllm-2"].exit_code is not None, 20)
-    assert scene.restarts.note_failures((), apart=scene.fleet.unsettled) == [], "it was to end"
+    assert scene.restarts.note_failures((), apart=scene.fleet.unsettled) == [], "it was told to end"
     (line,) = scene.poll()
     assert line.startswith("vllm-2 has left: it was killed by SIGKILL")
     assert {child.name for child in scene.supervisor} == {"vllm"}
@@ -295,7 +295,7 @@ def test_servers_whose_number_is_fixed_are_reported_and_left_alone(tmp_path: Pat
     end(supervisor, "vllm")
     assert scene.poll() == []
     (failure,) = scene.restarts.note_failures((), apart=scene.fleet.unsettled)
-    assert failure.startswith("vllm exited with code 0"), "which nobody had asked for"
+    assert failure.startswith("vllm exited with code 0"), "no request had asked for it"
     scene.fleet.close()
 
 

@@ -46,7 +46,7 @@ def test_the_section_and_its_flags_reach_the_server_in_every_mode(tmp_path: Path
             <= {k: int(v) for k, v in made.settings_of("vllm-final")["vllm"].items() if k in ASKED}.items()
         )
     assert {name: int(served[name]) for name in ASKED} == ASKED
-    assert served["max_model_len"] == 256, "of the section, which is about the server alone"
+    assert served["max_model_len"] == 256, "the section is about the server alone"
 
 
 @pytest.mark.parametrize("mode", MODES)

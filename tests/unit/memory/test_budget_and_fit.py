@@ -186,7 +186,7 @@ def test_tensor_parallelism_divides_layers_and_ends_and_holds_the_whole_head_bes
     ranks: dict[str, Any] = {"optimizer": "adamw", "world_size": 4, "gradient_checkpointing": False}
     whole, divided = needs(**ranks), needs(**ranks, trainer_tensor_parallel_size=4)
     assert divided.weights == pytest.approx(whole.weights / 4 + 2 * EIGHT.vocabulary * EIGHT.hidden)
-    assert (divided.masters, divided.states) == (whole.masters, whole.states), "which are divided among all ranks"
+    assert (divided.masters, divided.states) == (whole.masters, whole.states), "the states are divided among all ranks"
     in_hidden, in_intermediate = (WORKING_SET[0] * EIGHT.hidden, WORKING_SET[1] * EIGHT.intermediate)
     kept = 2 * config_of(**ranks).micro_batch_tokens * EIGHT.layers
     assert whole.working - divided.working == pytest.approx(kept * in_intermediate * 3 / 4)

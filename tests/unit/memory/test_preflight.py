@@ -342,7 +342,7 @@ def test_the_share_that_is_advised_holds_policy_and_teacher(large_model: Path) -
     raised, _ = fit_to_gpu(read_settings([*run, "--gpu-memory-utilization", "0.3"]))
     assert raised.trainer.gpu_memory_utilization == 0.46, "the half of it holds what 0.23 holds without a teacher"
     beside, _ = fit_to_gpu(read_settings([*run, "--teacher.gpu", "0", "--gpu-memory-utilization", "0.4"]))
-    assert beside.trainer.gpu_memory_utilization < 0.3, "which both take"
+    assert beside.trainer.gpu_memory_utilization < 0.3, "both need them"
     with pytest.raises(DoesNotFit, match=r"another one for the teacher \(--teacher\.gpu\)"):
         fit_to_gpu(read_settings([*run, "--teacher.vllm.gpu_memory_utilization", "0.9"]))
 

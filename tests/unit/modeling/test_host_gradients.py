@@ -85,6 +85,6 @@ def test_a_gradient_leaves_the_gpu_in_its_own_dtype_pinned_and_beside_the_backwa
     on_their_way = HostGradients(torch.device("cuda", 0))
     on_their_way.take("w", OnGpu(calls), master)
     begun = [("wait in side for", "default"), ("copy", True), ("record in", "side"), ("kept for", "side")]
-    assert (made, calls) == ([((2,), torch.bfloat16, True)], begun), "the backward has waited for nothing"
+    assert (made, calls) == ([((2,), torch.bfloat16, True)], begun), "the backward has not waited"
     on_their_way.add_all({"w": master})
     assert calls == [*begun, ("wait",), ("add",)]

@@ -208,7 +208,7 @@ def test_an_optimizer_of_ones_own_may_make_groups_of_its_own_and_is_stepped_once
         parameter.grad = torch.ones_like(parameter)
     set_lr(optimizer, 0.5)
     optimizer.step()
-    assert torch.equal(parameters[1].detach(), torch.full_like(parameters[1], -0.5)), "the rate, and step 1"
+    assert torch.equal(parameters[1].detach(), torch.full_like(parameters[1], -0.5)), "rate and step count"
 
 
 def test_an_optimizer_in_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

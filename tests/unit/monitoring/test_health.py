@@ -71,9 +71,9 @@ def test_a_value_over_its_limit_is_one_event_with_the_value_and_advice(sign: str
     assert (event.sign, event.step) == (sign, 4)
     assert event.message
     assert event.advice
-    assert monitor.check(5, HEALTHY | metrics) == [], "it stays: nothing new"
+    assert monitor.check(5, HEALTHY | metrics) == [], "it lasts, so nothing is logged again"
     assert monitor.check(6, HEALTHY) == []
-    assert signs(monitor, 7, HEALTHY | metrics) == [sign], "it comes back"
+    assert signs(monitor, 7, HEALTHY | metrics) == [sign], "it occurs again"
 
 
 def test_five_batches_without_differences_are_a_flat_reward() -> None:

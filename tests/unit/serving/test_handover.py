@@ -173,7 +173,7 @@ async def test_a_request_that_was_answered_before_its_body_had_come_is_not_answe
         assert await answer(reader) == 1
         replacing = asyncio.ensure_future(both.replace())
         await settle()
-        assert not replacing.done(), "nobody else may read the rest"
+        assert not replacing.done(), "no other process may read the rest"
         writer.write(early[-50:])
         await replacing
         writer.write(request())

@@ -56,7 +56,7 @@ def test_modules_that_the_model_does_not_have_are_reported_before_it_is_loaded(t
     with pytest.raises(TrainerError, match="nonsense"):
         Trainer(config, session=untouched, bridge=untouched, trackers=untouched).set_up()
     refuse_unusable(config.model_copy(update={"lora_target_modules": ["all-linear"]}))
-    assert torch.equal(torch.random.get_rng_state(), drawn), "the run's first draw is what it would have been"
+    assert torch.equal(torch.random.get_rng_state(), drawn), "the run's first random numbers are unchanged"
 
 
 @pytest.mark.parametrize("flag", ["--train-layer-indices", "--lora-layer-indices"])

@@ -90,7 +90,7 @@ def test_a_trainer_started_first_waits_with_a_line_and_goes_on(tiny_family, tmp_
         bridge.close()
         appear.join()
     assert 2 <= caplog.text.count("waiting for the vLLM server") <= 1 + waited_seconds / 0.2
-    assert caplog.text.count("Parameter mapping file not found") == 1, "the long reason is told once"
+    assert caplog.text.count("Parameter mapping file not found") == 1, "the long reason is logged once"
     assert "s): still the same" in caplog.text
 
 

@@ -179,7 +179,7 @@ def test_a_version_is_written_once_for_all_who_join_and_removed_after_the_next(d
     delivery.deliver(members_of(first), 3, limit_seconds=1.0)
     again = delivery.deliver(members_of(first, joiner), 3, limit_seconds=1.0)
     assert len(again.served) == 2
-    assert (len(first.read), len(joiner.read)) == (1, 1), "who has the version reads nothing"
+    assert (len(first.read), len(joiner.read)) == (1, 1), "a server that has the version reads nothing"
     assert isinstance(joiner.read[0][1], CheckpointSource)
     assert joiner.read[0][1] == first.read[0][1]
     delivery.deliver(members_of(first, joiner), 4, limit_seconds=1.0)

@@ -151,6 +151,6 @@ def test_lora_only_sends_adapters_to_every_server_that_is_named(tmp_path):
     assert len({bridge._adapters_dir for bridge in several._bridges}) == 2, "each server has files of its own"
     assert [bridge._vllm for bridge in several._bridges] == [None, None]
     shares = [bridge._check._share for bridge in several._bridges]
-    assert sum(shares) == pytest.approx(0.01), "the checks of all take as much time as those of one would"
+    assert sum(shares) == pytest.approx(0.01), "the checks of all servers take as much time as those of one"
     by_port = make_bridge(config(tmp_path, vllm_host="far", vllm_port=9130, **settings))
     assert [bridge._url for bridge in by_port._bridges] == ["http://far:9130", "http://far:9131"]

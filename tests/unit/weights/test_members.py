@@ -108,7 +108,7 @@ def test_a_server_that_does_not_answer_is_left_out_longer_each_time_and_comes_ba
     assert names(found.present()) == ["a"]
     answers = info_of()
     clock.now += FIRST_PAUSE_SECONDS
-    assert names(found.present()) == ["a"], "its second chance, which fails too"
+    assert names(found.present()) == ["a"], "its second attempt, which fails too"
     world.infos["http://b"] = answers
     clock.now += FIRST_PAUSE_SECONDS
     assert names(found.present()) == ["a"], "the pause has doubled"

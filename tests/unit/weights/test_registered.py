@@ -148,7 +148,7 @@ def test_a_server_that_is_lost_on_the_way_is_left_out_and_the_others_serve(bridg
     assert bridge.publish(1).servers == ("b",)
     assert bridge._members.lost == ["a"]
     bridge._check.gone, bridge._delivery.loses = {"a"}, {}
-    assert bridge.publish(2).servers == ("b",), "it went away while it was proven"
+    assert bridge.publish(2).servers == ("b",), "it ended while it was proven"
     assert bridge._members.lost == ["a", "a"]
 
 

@@ -178,7 +178,7 @@ def test_where_no_link_can_be_made_the_checkpoint_is_served_by_its_own_path(read
     monkeypatch.setattr(Path, "symlink_to", refuse)
     bridge.publish(2)
     assert bridge._manager.starts[-1][0] == str(tmp_path / "served" / "policy-v2")
-    assert [path.name for path in (tmp_path / "served").iterdir()] == ["policy-v2"], "no link to what is gone"
+    assert [path.name for path in (tmp_path / "served").iterdir()] == ["policy-v2"], "no link to a removed file"
     assert "has no links" in caplog.text
 
 

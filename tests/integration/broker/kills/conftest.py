@@ -300,7 +300,7 @@ class Load:
         delivered = [group["tokens"][0][0] for group in groups]
         twice = [ident for ident, count in collections.Counter(delivered).items() if count > 1]
         assert not twice, f"delivered twice: {twice}"
-        assert set(delivered) <= self.acknowledged, "a group was made up"
+        assert set(delivered) <= self.acknowledged, "a group that nobody sent was delivered"
         left = status["queue"]["groups"]
         assert left <= 2
         assert len(delivered) + left == len(self.acknowledged), f"lost: {self.acknowledged - set(delivered)}, {left=}"

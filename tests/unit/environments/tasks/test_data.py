@@ -241,7 +241,7 @@ def test_a_split_may_be_named_behind_name_and_configuration(monkeypatch: pytest.
     hub(monkeypatch, train_gen=1, train_sft=60, test_sft=1)
     fields = DataFields(dataset_name="ultrachat::train_sft")
     assert first_of(fields.training_questions()) == "train_sft 0"
-    assert len(fields.evaluation_questions()) == 3, "held out: nothing else is named"
+    assert len(fields.evaluation_questions()) == 3, "held out, since no other split is named"
     with pytest.raises(DataUnusable, match="no split 'en'; it has train_gen, train_sft, test_sft"):
         load_questions("ultrachat:main:en", "train")
     hub(monkeypatch, english=1, french=1)
