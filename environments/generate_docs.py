@@ -92,8 +92,8 @@ whole environment is in [your own environment](../howto/your-own-environment.md)
 environment, `self.server` and a session are the two other objects that it uses.
 """
 
-OVERRIDES_FROM: Final = "# What an environment overrides."
-USES_FROM: Final = "# What an environment uses."
+OVERRIDES_FROM: Final = "# Methods that an environment overrides."
+USES_FROM: Final = "# Methods that an environment calls."
 
 
 def main() -> None:
