@@ -32,7 +32,7 @@ def test_an_empty_queue_and_a_waiting_trainer_are_rollouts():
     found = finding(**WAITING)
     assert (found.rule, found.edge, found.severity) == ("rollouts", "inference-broker", "blocked")
     assert "3 of 8 sequences are queued" in found.headline
-    assert "Batch 5" in found.detail
+    assert "batch 5" in found.detail
 
 
 def test_a_queue_at_its_budget_is_the_trainer_and_a_long_step_is_a_stall():
