@@ -131,7 +131,7 @@ def broadcast(cluster, calls):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_whoever_dies_in_a_phase_of_a_broadcast_is_lost_and_the_others_go_on_together(broadcast, cluster, phase):
+def test_a_server_that_ends_in_a_phase_of_a_broadcast_is_lost_and_the_others_go_on_together(broadcast, cluster, phase):
     members = cluster.members("a", "b", "c")
     cluster.clients["b"].dies_in = phase
     delivered = broadcast.deliver(members, 2, limit_seconds=1.0)
