@@ -1,7 +1,7 @@
-# `make demo` and `make test` need Python 3.11+ and nothing else; each sets up what it misses, once.
+# `make demo` and `make test` need Python 3.11+ and nothing else; each installs what is missing, once.
 PYTHON ?= python3
 # The pinned torch is built for CUDA 13, which needs driver 580 and no GPU older than compute capability 7.5; the served
-# types need 8.0. Trainer and server of the demo want about 4 GiB. A figure that the driver does not have refuses nothing.
+# types need 8.0. Trainer and server of the demo need about 4 GiB. A figure that the driver does not report is not checked.
 GPU_REFUSED := $(shell nvidia-smi --query-gpu=driver_version,compute_cap,memory.free --format=csv,noheader,nounits \
 	2>/dev/null | awk -F', *' 'NR == 1 { \
 	if ($$1 ~ /^[0-9]/ && $$1 + 0 < 580) print "its driver is " $$1 ", and the pinned torch needs 580 or newer"; \
@@ -51,7 +51,7 @@ test-all: $(INSTALLED_DEV)
 	$(BIN)/python tests/nightly.py $(TEST_ALL)
 
 # Kills broker, environment, server, engine and trainer of real runs at random; the weights of a run over recorded groups
-# must be those of the run that nobody disturbed.
+# must be those of an undisturbed run.
 KILLS ?= 20
 MODES ?= shared_vllm
 chaos: $(INSTALLED_DEV)
@@ -88,7 +88,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/sync/generate.py
 	$(BIN)/python benchmarks/sync/copies.py
 
-# Needs pytest, torch, transformers and peft alone, so it runs where vLLM cannot be had; without a GPU it says what it skips.
+# Needs only pytest, torch, transformers and peft, so it runs where vLLM is not available; without a GPU it says what it skips.
 gpu: $(if $(and $(HAS_GPU),$(filter $(BIN)/python,$(GPU_PYTHON))),$(INSTALLED_DEV))
 	@$(GPU_PYTHON) tests/gpu/run.py $(GPU_FLAGS)
 

@@ -103,7 +103,7 @@ class ServerIdInUse(BrokerError):
 
 
 class UnknownFleet(BrokerError):
-    """No launcher reports on a fleet of that id: nobody would follow a request."""
+    """No launcher reports on a fleet of that id, so no launcher would carry out a request."""
 
     kind = "unknown-fleet"
 

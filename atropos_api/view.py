@@ -1,8 +1,8 @@
 """The live page over a run that has ended, for `atropos view`: a broker over a copy of the run's store.
 
 The store itself is only read. The page's calls are answered from the copy, to which is added what the run's files hold
-and the store has forgotten: the newest trained groups, and the metrics of a run whose broker was elsewhere. No other
-call is taken, and none that changes something.
+and the store has forgotten: the newest trained groups, and the metrics of a run whose broker was elsewhere. All other
+calls are refused, and with them all that change something.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _add_batch(broker: Broker, run_id: str, batch: RecordedBatch) -> None:
 
 
 def _row(run_id: str, batch: RecordedBatch, index: int) -> GroupRow:
-    """Return the row of a group; one that was not recorded has a place in its batch and nothing to show."""
+    """Return the row of a group; one that was not recorded keeps its place in the batch, with no content."""
     fields = batch.groups.get(index, {})
     tokens = fields.get("tokens") or []
     versions = [span[2] for spans in fields.get("policy_versions") or () for span in spans if span[2] is not None]

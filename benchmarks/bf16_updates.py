@@ -1,4 +1,4 @@
-"""Ten small steps on bf16 weights: what is left of them by rounding to nearest and by stochastic rounding.
+"""Measures how much of ten small steps remains in bf16 weights, with rounding to nearest and with stochastic rounding.
 
 AdamW at a rate of 1e-6, weights of a standard deviation of 0.02 and of 1e-3, 512 x 512. The update is compared with
 that of fp32 weights, along its direction (length 1 keeps all of it) and by its cosine.

@@ -1,6 +1,6 @@
 """Measures the processor time of a group in each form, and its ratio to the columns form in the same run.
 
-No broker is started; measured are the steps in environment, broker and trainer that depend on the form.
+No broker is started; it measures the steps in environment, broker and trainer that depend on the form.
 `benchmarks/broker` measures whole brokers.
 """
 

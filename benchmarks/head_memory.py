@@ -1,8 +1,8 @@
 """Peak memory of the loss stage: the chunked logprob head against a loss over full logits, at a real vocabulary.
 
-The loss stage is what lies between the last hidden states and their gradient. Each size runs in a process of its own
-that reports its peak resident set above the one at the start; the head's own weight and its gradient, which both forms
-need, are counted separately. With a GPU the same is read from the allocator.
+The loss stage is all computation between the last hidden states and their gradient. Each size runs in a process of its
+own that reports its peak resident set above the one at the start; the head's own weight and its gradient, which both
+forms need, are counted separately. With a GPU the same is read from the allocator.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 Step = Callable[[], tuple[float, float]]
 """A function that takes one step and returns its loss and the gradient norm before clipping."""
 
-LEARNING_RATE = 1e-9  # the weights stand still in effect, so that every round measures the same step
+LEARNING_RATE = 1e-9  # the weights hardly change, so every round measures the same step
 
 
 def pad(rows: list[list[float]], value: float, *, left: bool) -> torch.Tensor:

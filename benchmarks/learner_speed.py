@@ -3,8 +3,8 @@
 Every side gets the same model, the same 64 sequences and the same loss (the clipped ratio, a mean per sequence), one
 thread, and is timed over layout, forward, loss, backward, clipping and optimizer step. The sides take turns, each in a
 process of its own. Printed are medians of tokens trained per processor second, where every completion counts, and each
-group's prompt once; loss and gradient norm are printed too, to show that all did the same work. The peers are installed
-from the package index into environments of their own.
+group's prompt once; loss and gradient norm are printed too; they show that all sides did the same work. The peers are
+installed from the package index into environments of their own.
 """
 
 from __future__ import annotations

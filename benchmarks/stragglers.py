@@ -1,12 +1,12 @@
-"""Measures what a straggler costs under the three rules for late rollouts, and how much shorter trained ones are.
+"""Measures the cost of a straggler under the three rules for late rollouts, and how much shorter trained rollouts are.
 
     python -m benchmarks.stragglers [--steps 20]
 
 A real worker and a real broker in this process; a trainer that takes a batch of 64 as soon as there is one, and
 rollouts that take the time of their length: lognormal, 40 ms in the middle, 0.5 the deviation of the logarithm, a token
-a millisecond. With a straggler one of the 8 rollouts of each group takes 50 times as long. Printed are the steps per
+a millisecond. With a straggler one of the 8 rollouts of each group takes 50 times as long. It prints the steps per
 second, as a share of those without a straggler, and the mean length of the trained rollouts, as a share of all lengths.
-Expected: `wait` loses almost all speed, `close` at least 0.9 of it stays.
+Expected: `wait` loses almost all speed, and `close` keeps at least 0.9 of it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TimedRollouts(ArithmeticEnv):
         self._rng = random.Random(0)
 
     async def check_servers(self) -> None:
-        """There are none."""
+        """Check nothing: there are no servers."""
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:  # noqa: ARG002
         length = max(1, round(self._rng.lognormvariate(math.log(MIDDLE_TOKENS), DEVIATION)))

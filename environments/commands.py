@@ -121,7 +121,7 @@ BACKUP_SUFFIX = ".backup"
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The result of a conversion; `backup` is None where the file had the form already and was not changed."""
+    """The result of a conversion; `backup` is None if the file had the form already and was not changed."""
 
     path: Path
     records: int
@@ -133,9 +133,7 @@ def backup_of(path: Path) -> Path:
 
 
 def convert_data(path: Path) -> Conversion:
-    """Rewrite `path` in place as records of question and answer; if it is interrupted, the old file or the new one is
-    whole.
-    """
+    """Rewrite `path` in place as records of question and answer; an interruption leaves the whole old or new file."""
     if path.suffix not in {".jsonl", ".json"}:
         raise DataUnusable(f"{path}: only .jsonl and .json files are converted; a .parquet file is read as it is")
     records = [
@@ -164,7 +162,7 @@ def restore_data(path: Path) -> Path:
 
 
 def _keep(path: Path, backup: Path) -> None:
-    """Keep the original as `backup`: a hard link, or a copy where the file system has none; never overwrite a file."""
+    """Keep the original as `backup`: a hard link, or a copy if the file system has no links; never overwrite a file."""
     try:
         os.link(path, backup)
     except FileExistsError:

@@ -50,7 +50,7 @@ TEXT_SUFFIXES = (".txt", ".md", ".prompt", ".jinja")
 
 
 class SystemPromptUnusable(AtroposError):
-    """The system prompt names a file that does not exist or is no text."""
+    """The system prompt names a file that does not exist or is not text."""
 
 
 class DatasetEnvConfig(QuestionEnvConfig):
@@ -216,7 +216,7 @@ def _sample(row: Row, prompt: Any, text: str, node: SequenceNode) -> Mapping[str
 
 
 def _given(row: Row) -> dict[str, Any]:
-    """Return what the data gives of a sample: the columns, and the reference under the usual name."""
+    """Return the data's part of a sample: the columns, and the reference under the usual name."""
     return {**({"answer": row.answer} if row.answer else {}), **row.columns}
 
 

@@ -31,7 +31,7 @@ class DistillEnv(TeacherMixin, GSM8kEnv):
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, APIServerConfig]:
         config, server = super().config_init()
-        # A teacher's logprobs teach also where all answers score the same.
+        # A teacher's logprobs teach something even if all answers have the same score.
         own = {"teacher_enabled": True, "teacher_top_k": 8, "ensure_scores_are_not_same": False}
         return DistillEnvConfig(**{**config.model_dump(), **own}), server
 

@@ -162,7 +162,7 @@ def _fixed_by_settings(env: Mapping[str, Any]) -> list[FixedParameter]:
 
 
 def _always_chats(reader: CodeReader, env: Mapping[str, Any]) -> bool:
-    """Return True if no rollout does without a chat template; two of our settings choose between chat and text."""
+    """Return True if every rollout needs a chat template; two of our settings choose between chat and text."""
     if not reader.chats or not reader.texts:
         return reader.chats
     if "prompt_form" in env:
@@ -268,7 +268,7 @@ class CodeReader:
                     yield name, ast.literal_eval(_NamesReplaced(named).visit(deepcopy(expression))), expression.lineno
 
     def missing_packages(self) -> list[str]:
-        """Return the packages that the source imports anywhere and that are not installed, unless it does without."""
+        """Return the packages that the source imports and needs and that are not installed."""
         needed: set[str] = set()
         for tree in self._trees.values():
             optional = {id(inner) for node in ast.walk(tree) if _goes_on_without(node) for inner in ast.walk(node)}

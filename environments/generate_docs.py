@@ -1,7 +1,7 @@
-"""Prints the reference pages that are generated from the code: `python -m environments.generate_docs environments`
-(or `sdk`).
+"""The module prints the reference pages that come from the code: `python -m environments.generate_docs
+environments` (or `sdk`).
 
-It prints the whole page. docs/reference holds the page as last printed, and a test compares the two.
+A test compares each page in docs/reference with the page that this module would print now.
 """
 
 from __future__ import annotations
@@ -66,14 +66,15 @@ over what the environment itself sets. Several inference servers are a list unde
 TEACHER_INTRODUCTION: Final = """\
 ### The teacher's server
 
-Of an environment with a teacher, `distill_server.py`; a YAML file has the section `teacher:`, a list if there are
-several servers.
+These are for an environment with a teacher, such as `distill_server.py`. A YAML file has the section `teacher:`, a list
+if there are several servers.
 """
 
 QUESTIONS_INTRODUCTION: Final = """\
 ### Of environments with questions
 
-Of all below but `verifiers_server.py`; `arithmetic_server.py` makes its questions where none are named.
+All environments below except `verifiers_server.py` have these; `arithmetic_server.py` makes its own questions if none
+are named.
 """
 
 METRICS_INTRODUCTION: Final = """\
@@ -88,11 +89,11 @@ SDK_INTRODUCTION: Final = """\
 `python -m environments.generate_docs sdk` prints this page; the code's own signatures and docstrings are its source. A
 whole environment is in [your own environment](../howto/your-own-environment.md). `from environments.sdk import` gives
 `BaseEnv`, `BaseEnvConfig`, `APIServerConfig`, `scored_group`, `scored_item`, `GoldItem`, `ItemDropped`; inside an
-environment `self.server` and a session are the other two that it speaks to.
+environment, `self.server` and a session are the two other objects that it uses.
 """
 
-OVERRIDES_FROM: Final = "# What an environment overrides."
-USES_FROM: Final = "# What an environment uses."
+OVERRIDES_FROM: Final = "# Methods that an environment overrides."
+USES_FROM: Final = "# Methods that an environment calls."
 
 
 def main() -> None:
@@ -220,7 +221,7 @@ def _table(options: Iterable[Option]) -> str:
 
 
 def _additional_options(model: type[BaseModel], general: type[BaseModel]) -> list[Option]:
-    """Return the flags of a configuration that a more general one does not have."""
+    """Return the flags that a configuration adds to those of a more general one."""
     known = {option.path for option in _options_of(general, "env.")}
     return [option for option in _options_of(model, "env.") if option.path not in known]
 

@@ -183,7 +183,7 @@ class BrokerSession:
 class BackgroundCall(Generic[ResultT]):
     """One call that runs in a daemon thread: `result` returns its value or raises its error.
 
-    The thread is a daemon because a long poll must not keep a process alive that has decided to exit.
+    The thread is a daemon because a long poll must not keep a process alive that is to exit.
     """
 
     def __init__(self, call: Callable[[], ResultT], *, name: str) -> None:

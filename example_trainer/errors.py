@@ -54,7 +54,7 @@ class OptimizerUnavailable(TrainerError):
 
 
 class KernelsUnusable(TrainerError):
-    """The kernels asked for cannot be had here, or do not compute what plain operations compute."""
+    """The requested kernels are not available here, or do not compute what plain operations compute."""
 
 
 class CheckpointError(TrainerError):

@@ -185,7 +185,7 @@ def _supplied_teacher(group: Group, index: int, targets: IntArray, length: int) 
 def leave_out_absent(batch: Batch) -> tuple[Batch, int]:
     """Return the batch without the rows of absent members, and their number.
 
-    A baseline over the others alone is that of a group that had been collected with so many members.
+    A baseline over the others is the same as in a group that was collected with these members only.
     """
     groups = [_present(group) for group in batch.groups]
     absent = sum(len(before.tokens) - len(after.tokens) for before, after in zip(batch.groups, groups, strict=True))

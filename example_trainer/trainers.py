@@ -104,7 +104,7 @@ class Trainer:
         return finished
 
     def log_fields(self) -> dict[str, str | int | None]:
-        """Return run, step and policy version, which log records tell."""
+        """Return run, step and policy version, for log records."""
         info = self._session.begun
         return {
             "run": self.config.name,

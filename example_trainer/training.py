@@ -185,7 +185,7 @@ class Learner:
     def accumulate(self, training: BatchTraining, rows: Sequence[Row]) -> Gradients:
         """Run forward and backward over one mini-batch; sum gradients over ranks and clip them. No weight changes."""
         assert training.targets is not None
-        # A stop is honoured before the first update only: half a batch trained would be in no checkpoint's terms.
+        # A stop takes effect only before the first update, because a checkpoint cannot hold a half-trained batch.
         should_stop = (lambda: False) if training.done else training.should_stop
         self.policy.drop_gradients()
         gradients = self._accumulate(rows, training.targets, should_stop)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# Set before any test imports torch: on two cores each further thread only spins.
+# Set before any test imports torch: on two cores more threads only compete for them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-# An example of a property may take any time: two failed by Hypothesis' limit of 200 ms, each on a busy core.
+# No limit for one example of a property: Hypothesis' default of 200 ms fails on a busy core.
 settings.register_profile("any_time", deadline=None)
 settings.load_profile("any_time")
 
@@ -23,7 +23,7 @@ settings.load_profile("any_time")
 def pytest_configure(config: pytest.Config) -> None:
     """Register the observer of promised tests; under xdist each worker sees its own, the controller sees all."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # A shell's job in the background ignores it, and so would every program that a test starts and interrupts.
+        # A background job of a shell ignores it, and so would the programs that a test starts and interrupts.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     spec = spec_from_file_location("promises", Path(__file__).with_name("promises.py"))
     assert spec is not None

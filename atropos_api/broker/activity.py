@@ -21,7 +21,7 @@ BETWEEN_REQUESTS_SECONDS: Final = 3.0
 RATE_SECONDS: Final = 30.0
 SAMPLE_SECONDS: Final = 1.0
 FORGET_SECONDS: Final = 900.0
-"""Reports older than this are left out: their process has long gone."""
+"""Reports older than this are left out: their process ended long ago."""
 
 
 @dataclass(slots=True)

@@ -172,7 +172,8 @@ class Batches:
         """Return True if the next batch needs more groups of this environment, although enough is queued.
 
         Its own minimum is not met, or no subset of the queue fills a batch exactly and less than a batch of its size is
-        queued. (With a whole batch of every registered size queued, an exact subset exists, if one ever can.)
+        queued. (If a whole batch of every registered size is queued, an exact subset exists, unless no queue can have
+        one.)
         """
         counts = self._state.queue.groups_by_size
         if in_unit(run, counts) < run.batch_size:

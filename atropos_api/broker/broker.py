@@ -213,7 +213,7 @@ class Broker:
         return Backup(self.state.ledger.dump(), self.state.bodies.open_all())
 
     def log_fields(self) -> dict[str, str | int | None]:
-        """Return the open run's name, id, step and policy version, which log records tell."""
+        """Return the open run's name, id, step and policy version, for log records."""
         run = self.state.runs.open
         if run is None:
             return {}

@@ -267,11 +267,11 @@ def _rollouts(facts: Facts) -> Finding | None:
         edge=GROUPS,
         severity="blocked",
         headline=f"The trainer waits for rollouts: {facts.outstanding} of {facts.batch_size} {facts.unit} are queued",
-        detail=f"Batch {facts.batch_number} has been waited for for {_span(facts.batch_wait_seconds or 0.0)}."
+        detail=f"It has waited for batch {facts.batch_number} for {_span(facts.batch_wait_seconds or 0.0)}."
         + (doing if any(one.open_rollouts is not None for one in facts.connected) else "")
         + said
         + _load_of(facts.servers),
-        advice="" if _tool(facts) else _inference_advice(facts.servers),  # inference is not what is short then
+        advice="" if _tool(facts) else _inference_advice(facts.servers),  # then inference is not the bottleneck
         seconds=facts.batch_wait_seconds,
     )
 
@@ -287,7 +287,7 @@ def _load_of(servers: Sequence[ServerFacts]) -> str:
 
 
 def _inference_advice(servers: Sequence[ServerFacts]) -> str:
-    """Return the way to more rollouts: servers in which no request waits have room for more of them at once."""
+    """Return the way to more rollouts: servers in which no request waits can run more of them at once."""
     if not servers:
         return "give inference more: more servers, more rollouts at once (--env.max_num_workers), shorter answers"
     if any(one.waiting for one in servers):
@@ -312,7 +312,7 @@ def _trainer(facts: Facts) -> Finding | None:
         headline="The trainer is the slower side: the queue is at its budget and environments are held"
         + (f"; it took its last batch {_span(busy)} ago" if long and busy is not None else ""),
         detail=f"{facts.outstanding} of {facts.limit} {facts.unit} are queued or in batches.{doing}{usually}",
-        advice="a larger trainer, a larger token budget, or fewer inference resources: rollouts are not what is short",
+        advice="a larger trainer, a larger token budget, or fewer inference resources: there are enough rollouts",
         seconds=busy,
     )
 

@@ -37,7 +37,7 @@ class EnvironmentFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerFacts:
-    """One registered inference server that serves the run's policy, with the load that it told last."""
+    """One registered inference server that serves the run's policy, with the load that it reported last."""
 
     server_id: str
     running: int = 0

@@ -41,7 +41,7 @@ class Fleets:
     def __init__(self, clock: Callable[[], float], *, lease_seconds: float = LEASE_SECONDS) -> None:
         self.lease_seconds = lease_seconds
         self.on_change: list[Callable[[Fleet], None]] = []
-        """Called with a fleet of which another number is wanted, followed, or running."""
+        """Called with a fleet when the number of its servers that is wanted, followed or running changes."""
         self._clock = clock
         self._complete_at = clock() + lease_seconds
         self._entries: dict[str, Entry] = {}
@@ -117,7 +117,7 @@ class Fleets:
         return entry
 
     def _expire(self) -> None:
-        """Forget the fleets whose launchers have not reported for a lease: nobody would follow a request."""
+        """Forget the fleets whose launchers have not reported for a lease: none of them would carry out a request."""
         earliest = self._clock() - self.lease_seconds
         self._entries = {name: entry for name, entry in self._entries.items() if entry.renewed_at > earliest}
 
@@ -145,5 +145,5 @@ class Fleets:
 
 
 def _shown(entry: Entry) -> tuple[object, ...]:
-    """Return what watchers see of a fleet and callers wait for."""
+    """Return the part of a fleet's state that watchers see and callers wait for."""
     return entry.wanted, entry.report.request, entry.report.running, entry.report.note

@@ -65,7 +65,7 @@ class TrainerStatus(msgspec.Struct, kw_only=True):
 
 
 class ServerStatus(msgspec.Struct, kw_only=True):
-    """A registered inference server with the load that it told at its last renewal."""
+    """A registered inference server with the load that it reported at its last renewal."""
 
     server_id: str
     state: ServerState
@@ -150,7 +150,7 @@ def gather(broker: Broker, *, store_failure: str | None = None) -> Facts:
     now, activity = state.clock(), state.activity
     outstanding, limit = broker.pacer.budget(run)
     wait = activity.batch_wait
-    # A batch that is fetched while the one before it trains is not waited for yet, and one that was handed out no more.
+    # The trainer waits neither for a batch that it fetches while it trains the one before, nor for one that it has got.
     waits = run.handed_batch < wait.number <= broker.trained_steps(run) - run.starting_step + 1
     report = activity.trainers.get(run.run_id)
     age = now - report.at if report is not None else 0.0

@@ -6,8 +6,8 @@ A server registers itself and renews its lease; its states are
 
 `joining` becomes `serving` only when the trainer announces a policy with the server's lease id: it has proven then that
 the server has the weights. A policy announced without it makes it join again. A server whose weights never change
-serves from its registration, unless a run trains its policy: that has other weights. A lease that has ended, by this
-clock or by the server's own, is never valid again: the server comes back under another lease id and joins.
+serves from its registration, unless a run trains its policy, because that changes the weights. A lease that has ended,
+by this clock or by the server's own, is never valid again: the server comes back under another lease id and joins.
 
 Servers are kept in memory. After a restart of the broker they register again within a lease; the leases that were
 proven are in the row of the run, so those servers go on serving. One monotonic clock counts all durations.
@@ -80,7 +80,7 @@ class InferenceServers:
         self._epochs: dict[str, int] = {}
         """The epoch of each policy's last change; for those without one it is the base epoch."""
         self._answering_epochs: dict[str, int] = {}
-        """The same, of changes of servers that answer requests."""
+        """The same for changes of the servers that answer requests."""
 
     def renew(self, server_id: str, report: ServerReport, peer: str | None) -> ServerLease:
         """Register a server or renew its lease; `peer` is the address from which it calls."""
@@ -245,7 +245,7 @@ class InferenceServers:
             self._changed(entry, before)
 
     def _changed(self, entry: Entry, before: Entry | None) -> None:
-        """Give a new epoch to every set that the change of this server is seen in."""
+        """Give a new epoch to every set in which the change of this server is visible."""
         self._epoch += 1
         views = [entry] if before is None else [entry, before]
         for one in views:
@@ -275,7 +275,7 @@ class InferenceServers:
 
 
 def _shown(entry: Entry) -> tuple[object, ...]:
-    """Return what followers act on: a change of anything else, such as its load, is not a change of the set."""
+    """Return the part on which followers act: a change of the rest, such as its load, is not a change of the set."""
     report = entry.report
     return entry.state, entry.url, report.policy, report.mode, report.lease_id
 
@@ -289,8 +289,8 @@ def _address(report: ServerReport, peer: str | None) -> str:
             raise InvalidRequest(f"url: {error}", field="url", value=report.url[:80]) from None
         if peer is not None and _is_loopback(urlsplit(url).hostname) and not _is_loopback(peer):
             raise InvalidRequest(
-                f"url: {url} is a loopback address, and the server calls from {peer}: nobody here could reach it; let "
-                "it listen on an address of its network (--host), or name one (--advertise-url)",
+                f"url: {url} is a loopback address, and the server calls from {peer}: it cannot be reached from here; "
+                "let it listen on an address of its network (--host), or name one (--advertise-url)",
                 field="url",
                 value=url,
             )

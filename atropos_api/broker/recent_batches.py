@@ -83,7 +83,7 @@ class RecentBatches:
     def _batch(self, key: BatchKey, whole: Sequence[GroupRow]) -> RecentBatch:
         batch = self._batches.get(key)
         if batch is None or [row.seq for row in batch.rows] != [row.seq for row in whole]:
-            # A resumed run forms a batch of this number again, of other groups.
+            # A resumed run forms a batch of this number again, from other groups.
             self._drop(key)
             batch = self._batches[key] = RecentBatch(list(whole))
         return batch

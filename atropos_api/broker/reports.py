@@ -27,13 +27,13 @@ MOST_STEPS: Final = 200_000
 MOST_RUNS: Final = 20
 MOST_TABLES: Final = 4
 MOST_TABLE_BYTES: Final = 256 * 2**20
-"""Bytes of the tables in memory together; the one that is looked at is kept whatever its size."""
+"""Limit on the bytes of all tables in memory; the one that is read now is kept whatever its size."""
 MOST_NAMES: Final = 2000
-"""Names in a run: each environment adds a few."""
+"""Limit on the metric names of a run; each environment adds a few."""
 
 ROWS_A_READ: Final = 5000
 TRIM_EVERY: Final = 1000
-"""The oldest steps of a run that has more than `MOST_STEPS` are deleted once in so many steps."""
+"""The oldest steps of a run that has more than `MOST_STEPS` are deleted only once in this many steps."""
 
 
 class Reports:

@@ -50,7 +50,7 @@ class Rollouts:
         self._recent = recent
 
     def newest(self, run_id: str, *, batch: int | None = None, environment_id: int | None = None) -> list[Rollout]:
-        """Return the newest groups of a run, as many as may be read at once; of one batch or environment if named."""
+        """Return the newest groups of a run, or of one batch or environment in it: as many as may be read at once."""
         found: list[Rollout] = []
         read_bytes = 0
         for rollout in self._all(run_id):
@@ -66,7 +66,7 @@ class Rollouts:
         return [read for one in found if (read := self._with_body(one)) is not None]
 
     def find(self, run_id: str, batch: int, group: int) -> Rollout:
-        """Return one group, by the number of its batch and its index there; of a queued one, by its place."""
+        """Return one group, by the number of its batch and its index there; a queued one by its place."""
         for rollout in self._all(run_id):
             if (rollout.batch, rollout.group) == (batch, group):
                 read = self._with_body(rollout)

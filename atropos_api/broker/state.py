@@ -215,7 +215,7 @@ class BrokerSettings(BaseModel):
     key_memory_seconds: ClassVar[float] = 3600.0
     """Time for which an idempotency key is remembered after its groups are done."""
     max_left_over_bytes: ClassVar[int] = 2**30
-    """Bytes of groups that are kept for runs that have ended, the newest aside."""
+    """Bytes of groups that are kept for runs that have ended, besides the newest."""
 
     max_staleness: int | None = Field(
         None, ge=0, description="Expire groups whose policy is more than this many trainer steps old."

@@ -150,7 +150,7 @@ class AsyncBrokerClient:
         return calls.read_answer(await self._send(calls.register_environment(request)), EnvironmentInfo)
 
     async def leave(self, environment_id: int) -> None:
-        """Disconnect the environment: its weight and minimum count no more until it calls again."""
+        """Disconnect the environment: its weight and minimum no longer count until it calls again."""
         await self._send(calls.leave(environment_id))
 
     async def heartbeat(self, environment_id: int, *, revision: int | None = None, wait_seconds: float = 0.0) -> Pacing:

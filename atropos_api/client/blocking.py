@@ -148,7 +148,7 @@ class BrokerClient:
         return calls.read_answer(self._send(calls.register_environment(request)), EnvironmentInfo)
 
     def leave(self, environment_id: int) -> None:
-        """Disconnect the environment: its weight and minimum count no more until it calls again."""
+        """Disconnect the environment: its weight and minimum no longer count until it calls again."""
         self._send(calls.leave(environment_id))
 
     def heartbeat(self, environment_id: int, *, revision: int | None = None, wait_seconds: float = 0.0) -> Pacing:

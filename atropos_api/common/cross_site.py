@@ -19,7 +19,7 @@ _OWN_SITES: Final = frozenset({b"same-origin", b"none"})
 
 
 def foreign_page_header(headers: Mapping[bytes, bytes]) -> tuple[bytes, bytes] | None:
-    """Return the header by which a request comes from a page of another origin, with its value; None if none does."""
+    """Return the header that names a page of another origin as the request's cause, with its value; else None."""
     host = headers.get(b"host", b"").lower()
     for name in (b"origin", b"referer"):
         value = headers.get(name)

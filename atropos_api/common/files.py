@@ -194,7 +194,7 @@ class RecentLines:
 
 
 def expand_home(path: str | Path) -> Path:
-    """Return `path` with the home directory for its `~`; like a shell, leave a `~` that leads to no home as it is."""
+    """Return `path` with the home directory for its `~`; like a shell, keep a `~` that leads to no home."""
     try:
         return Path(path).expanduser()
     except RuntimeError:

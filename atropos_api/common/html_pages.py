@@ -38,7 +38,7 @@ def as_html(text: object) -> str:
 
 
 def visible(text: object) -> str:
-    """Return text in which control characters and those that change its direction stand as their numbers."""
+    """Return text in which control characters and those that change its direction are shown as their numbers."""
     return HIDDEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", str(text))
 
 

@@ -2,9 +2,9 @@
 
 `version_line` is what `--version` of every command prints. `server_stem` reduces the names of an environment server,
 which a run file gives as a file, a module, or the name under which a package offers it. `fingerprint` lets an
-environment and its inference server check that their tokenizers agree: two of one size that differ in a few ids train
-without any error, on tokens that the model never meant. `require_address` and `require_host` check addresses when they
-are set, not when a connection fails; `find_host_error` finds the lookup that has failed then.
+environment and its inference server check that their tokenizers agree: if two of one size differ in a few ids, training
+reports no error, but its tokens are not those of the model. `require_address` and `require_host` check addresses when
+they are set, not when a connection fails; `find_host_error` finds the lookup that has failed then.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def version_line(program: str) -> str:
 
 
 def server_stem(name: str) -> str:
-    """Return the last part of a server's name: `arithmetic_server`, be the name a file or a module."""
+    """Return the last part of a server's name: `arithmetic_server`, whether the name is a file or a module."""
     return name.removesuffix(".py").replace("/", ".").rpartition(".")[2]
 
 
@@ -76,7 +76,7 @@ def require_host(host: str) -> str:
 
 
 def is_this_host(host: str) -> bool:
-    """Return True if a host is this machine: by its name, or as an address of one of its interfaces, or of them all.
+    """Return True if a host is this machine: its name, the address of an interface, or the address of all interfaces.
 
     Another name for it that only DNS knows counts as another machine, because a lookup may take seconds.
     """
@@ -87,16 +87,16 @@ def is_this_host(host: str) -> bool:
         return host.lower() in {"localhost", own, own.partition(".")[0]}
     try:
         with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6) as probe:
-            probe.bind((str(address), 0))  # the kernel lends no address that is not one of this machine's
+            probe.bind((str(address), 0))  # the kernel binds only addresses of this machine
     except OSError:
-        return address.is_loopback  # without IPv6 no address of its form can be bound
+        return address.is_loopback  # a machine without IPv6 cannot bind even its own `::1`
     return True
 
 
 def split_address(text: str) -> tuple[str, int | None]:
     """Return host and port of `HOST` or `HOST:PORT`; otherwise `ValueError` says what to write."""
     if not _is_place(text) or urlsplit(f"//{text}").netloc != text or "@" in text:
-        raise ValueError(f"{text!r} is no address; write HOST or HOST:PORT, such as 10.0.0.1:29400")
+        raise ValueError(f"{text!r} is not an address; write HOST or HOST:PORT, such as 10.0.0.1:29400")
     parts = urlsplit(f"//{text}")
     return str(parts.hostname), parts.port
 

@@ -39,7 +39,7 @@ Describe = Callable[[], Mapping[str, str | int | None]]
 
 
 class LogContext:
-    """Fields that every JSON record has in common; a program says them by `describe` once it can know them."""
+    """Fields that every JSON record has in common; a program provides them with `describe` once it knows them."""
 
     def __init__(self) -> None:
         self._describe: Describe = dict

@@ -1,9 +1,9 @@
-"""Control over freed memory: glibc's defaults cost the broker time, and other processes memory.
+"""Control over freed memory: glibc's defaults cost the broker time and let other processes grow.
 
-The broker's bodies come and go by the megabyte, hundreds a second. By default glibc gives such blocks back to the
-system at once and asks for the same pages again, and clearing them anew costs more than all work on the bodies.
-`keep_freed_memory` keeps a bounded amount instead; `Trimmer` now and then returns what a burst left free between blocks
-in use. `return_freed_memory` is for dropped adapters: glibc takes new memory for what does not fit between live blocks,
+The broker allocates and frees bodies of some megabytes, hundreds a second. By default glibc gives such blocks back to
+the system at once and asks for the same pages again, and clearing them anew costs more than all work on the bodies.
+`keep_freed_memory` keeps a bounded amount instead; from time to time `Trimmer` returns what a burst left free between
+blocks in use. `return_freed_memory` is for dropped adapters: glibc takes new memory for a block that fits into no gap,
 so over hundreds of adapters a process would grow by some tens of MiB of unused memory.
 """
 

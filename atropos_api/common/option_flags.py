@@ -91,7 +91,7 @@ class Option:
 
 
 def _as_mapping(words: list[str]) -> object:
-    """Return the mapping that JSON or KEY=VALUE words say, else the text, for pydantic to refuse."""
+    """Return the mapping that JSON or KEY=VALUE words describe, else the text, which pydantic then refuses."""
     text = " ".join(words)
     if text.lstrip().startswith("{"):
         with contextlib.suppress(json.JSONDecodeError):

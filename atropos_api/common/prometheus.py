@@ -30,7 +30,7 @@ Collect = Callable[[], Iterable[Family]]
 
 
 class MetricsPortUnusable(AtroposError):
-    """Raised if the metrics port is taken, or its address is not one of this machine's."""
+    """Raised if the metrics port is taken, or its address does not belong to this machine."""
 
 
 class Metric(NamedTuple):

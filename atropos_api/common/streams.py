@@ -1,4 +1,5 @@
-"""The standard streams of a program, whatever its caller gave it: nothing, an encoding of few letters, a closed pipe.
+"""The standard streams of a program, whatever its caller provides: no stream at all, an encoding with few letters, a
+closed pipe.
 
 A program that is started without a stream gets the null device in its place, so that no file or socket of its own takes
 the stream's number. A letter that an encoding lacks is written as an escape.
@@ -20,14 +21,14 @@ _ERRORS_OF_WRITES = frozenset({errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EF
 
 @dataclass(frozen=True, slots=True)
 class LostOutput:
-    """The end of a program whose standard output cannot be written; no line tells of a reader that has left."""
+    """The end of a program whose standard output cannot be written; it prints no error if a reader has left."""
 
     exit_code: int
     line: str = ""
 
 
 def prepare_streams() -> None:
-    """Open the standard streams that are closed, and make those for text take every letter."""
+    """Open the standard streams that are closed, and make text streams accept every letter."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -42,15 +43,15 @@ def prepare_streams() -> None:
 
 
 def discard_output(stream: IO[str]) -> None:
-    """Send all that is written to `stream` from now on to the null device, what it could not write so far included."""
-    with suppress(OSError, ValueError):  # a stream that is no file
+    """Send all that is written to `stream` from now on to the null device, with what it could not write so far."""
+    with suppress(OSError, ValueError):  # a stream that is not a file
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
 
 
 def lost_output(error: OSError) -> LostOutput | None:
-    """Return how a program ends that `error` has stopped, if the standard output cannot be written; None if it can.
+    """Return the error with which a program ends after `error` if the standard output cannot be written, else None.
 
     The output is tried with an empty line, because an unbuffered one does not remember that it has failed.
     """

@@ -72,7 +72,7 @@ class Tracing(Protocol):
 
 
 class _NoSpan:
-    """A span that records nothing, nor do its children."""
+    """A span that records nothing; its children record nothing either."""
 
     traceparent: str | None = None
 

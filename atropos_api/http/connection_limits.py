@@ -205,7 +205,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._unread_since, self._unread_bytes = now, unread
 
     def _make_room(self) -> None:
-        """Close one connection too many: the oldest that never sent a request, or else this newest one."""
+        """Close one of too many connections: the oldest that never sent a request, or else this newest one."""
         others = [other for other in self.connections if isinstance(other, GuardedProtocol) and other.is_open]
         if len(others) > self._timeouts.max_connections:
             silent = [other for other in others if not other.has_sent_request and other.age() > SILENT_SECONDS]

@@ -3,7 +3,7 @@
 One is the style that the page shares with reports and other pages that are one file.
 
 The policy lets the page load nothing but these files, run no script that is inside of HTML, and be shown in no frame.
-What a model wrote reaches the page as JSON alone.
+Text from a model reaches the page only as JSON.
 """
 
 from __future__ import annotations

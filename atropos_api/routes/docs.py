@@ -69,7 +69,7 @@ def _types_of(operation: Operation) -> Iterator[Any]:
 
 
 def _plain(schema: Any) -> Any:
-    """Return the schema without legal but little understood parts: `prefixItems`, null defaults, bare arrays."""
+    """Return the schema without valid parts that few programs understand: `prefixItems`, null defaults, bare arrays."""
     if isinstance(schema, list):
         return [_plain(one) for one in schema]
     if not isinstance(schema, dict):

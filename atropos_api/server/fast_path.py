@@ -54,7 +54,7 @@ WAITING: Final[Mapping[tuple[str, str], Handler]] = {("GET", "/v1/servers"): ser
 NAMED: Final[Mapping[tuple[str, str], Callable[[Request, str], Awaitable[Response]]]] = {
     ("PUT", "/v1/servers"): servers.renew,
 }
-"""The same, of paths whose last part is a name."""
+"""The same for paths whose last part is a name."""
 
 
 class HotRoutes:
@@ -225,7 +225,7 @@ class FastPathProtocol(GuardedProtocol):
             self._end(call)
             return
         disconnected = has_disconnected(self.transport)
-        # With a buffer limit of 0, what the kernel takes is written at once, and it is known if anything is left.
+        # With a buffer limit of 0, the kernel's part is written at once, and it is known if anything is left.
         self.transport.set_write_buffer_limits(high=0)
         self._write(pieces, call)
         if self.flow.write_paused and not self.transport.is_closing():

@@ -92,7 +92,7 @@ class ItemsRow(msgspec.Struct, kw_only=True):
     process: str
     """The process that holds the leases."""
     call: int = 0
-    """Number of its last call, and below the answer to it."""
+    """Number of its last call; `answer` is the answer to that call."""
     answer: tuple[int, ...] = ()
     next_item: int = 0
     leased: tuple[int, ...] = ()
@@ -186,7 +186,7 @@ class MetricsRow(NamedTuple):
 
 
 class Event(msgspec.Struct, kw_only=True):
-    """An event for those who watch the broker. Ids rise, over restarts and takeovers too."""
+    """An event for watchers of the broker. Ids increase, also across restarts and takeovers."""
 
     id: int
     type: str

@@ -226,7 +226,7 @@ class SqliteLedger:
 
     def drop_groups(self, seqs: Sequence[int]) -> None:
         with self.transaction():
-            # Written here and not with each submission, which has no time for it: groups that remain tell it as well.
+            # Written only here, because that would slow a submission down: the groups that are stored imply it as well.
             self._execute("UPDATE places SET next_seq = max(next_seq, coalesce((SELECT max(seq) FROM groups), 0) + 1)")
             self._execute_many("DELETE FROM groups WHERE seq = ?", [(seq,) for seq in seqs])
 

@@ -198,7 +198,7 @@ class ItemRequest(msgspec.Struct, kw_only=True):
     count: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
     """Number of items to lease."""
     limit: NotNegative | None = None
-    """Number of items there are; None: their numbers never end."""
+    """Number of items in all; None: their numbers never end."""
     sampled_sequences: NotNegative = 0
     """Rollouts scored since the last call, those of dropped groups included."""
     sampled_tokens: NotNegative = 0

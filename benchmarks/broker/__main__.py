@@ -1,6 +1,6 @@
 """Compares the broker with Atropos' own; one client drives them in turn: `python -m benchmarks.broker [--quick]`.
 
-Prints what must be reached, what is aimed at, and what was achieved. CPU is the time of the server's process, user and
+Prints the required, the desired and the measured figures. CPU is the time of the server's process, user and
 kernel; the kernel's writing of dirty pages to the disk is not counted. Run it on an otherwise idle machine; only the
 ratios carry over to another one.
 """

@@ -1,4 +1,4 @@
-"""The client that drives every server: HTTP on kept connections, or on a new one per request as legacy clients do."""
+"""The client that drives every server: HTTP on persistent connections, or, as legacy clients, a new one per request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many inference servers that renew their leases, and many environments that follow them, each by its connection."""
+"""Many inference servers that renew their leases, many environments that follow them, and a connection for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.broker.servers import Server
 LEASE_SECONDS = 10.0
 """The default of --server-lease."""
 RENEWED_SHARE = 0.4
-"""The part of the lease after which our servers renew it."""
+"""The fraction of the lease after which our servers renew it."""
 FOLLOW_SECONDS = 60.0
 
 

@@ -1,4 +1,4 @@
-"""The processes under test: started on a free port, ended by their id, their CPU time and memory read from outside."""
+"""The processes under test, started on a free port and ended by their id; CPU time and memory are read from outside."""
 
 from __future__ import annotations
 

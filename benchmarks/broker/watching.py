@@ -1,10 +1,10 @@
 """The cost of being watched: `python -m benchmarks.broker.watching`.
 
-One broker takes groups and hands out batches as fast as one caller can. In turn it is left alone, gets the reports that
-a trainer and eight environments send for the page, each once a second, and is watched besides by one reader of its
-event stream, as all tabs of a browser are together, and by twenty. Each round has all four, beginning with another one
-each time. Printed is the broker's CPU time for each group, and how many groups a second went through it, as ratios to
-another way in the same round: the median over the rounds, and their quartiles.
+One broker takes groups and hands out batches as fast as one caller can. It works in four ways in turn: alone; with the
+reports that a trainer and eight environments send for the page, each once a second; with the reports and one reader of
+its event stream (all tabs of a browser share one); with the reports and twenty readers. Each round has all four ways
+and begins with another one. It prints the broker's CPU time for each group, and how many groups a second went through
+it, as ratios to another way in the same round: the median over the rounds, and their quartiles.
 """
 
 from __future__ import annotations

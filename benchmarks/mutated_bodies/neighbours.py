@@ -82,7 +82,7 @@ class Neighbours:
     def _guard(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - reported as what it is: a neighbour that was hurt
+        except Exception as error:  # noqa: BLE001 - any failure of a neighbour is reported
             self.failures.append(repr(error))
 
     def _submit(self) -> None:

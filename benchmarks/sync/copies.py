@@ -100,7 +100,7 @@ def train(masters: Any, model: str, url: str) -> None:
     bridge = SharedVllmBridge(config_of(url, model, **changes))
     peak = peak_during(bridge.prepare) - anonymous
     told: dict[str, int] = {"loaded": own_anonymous() - anonymous, "peak": peak}
-    policy = bridge._policy  # noqa: SLF001  as prepare() gave it
+    policy = bridge._policy  # noqa: SLF001  as prepare() set it
     assert policy is not None
     version = bridge.highest_version() + 1
     bridge.publish(version)

@@ -47,7 +47,7 @@ class RewardSpec(BaseModel):
     weight: float = Field(1.0, allow_inf_nan=False)
     params: dict[str, Any] = {}
     label: str | None = None
-    """Name of the reward in the metrics; unset: that of the function."""
+    """Name of the reward in the metrics; if unset, the function's name."""
 
     @model_validator(mode="before")
     @classmethod
@@ -66,7 +66,7 @@ class RewardSpec(BaseModel):
 
     @property
     def needs_reference(self) -> bool:
-        """True if it is a reward by name that compares with a reference; functions of the user may do without one."""
+        """True if it is a reward by name that compares with a reference; a user's function may need none."""
         return ":" not in self.name and bool(getattr(load_reward(self.name), "needs_reference", False))
 
     @property
@@ -131,7 +131,7 @@ class CombinedReward:
 
     @property
     def range(self) -> ScoreRange | None:
-        """The range that follows from the parts' ranges; None when one of them states none."""
+        """The range that follows from the parts' ranges; None if a part states no range."""
         low = high = 0.0
         for part in self.parts:
             stated = ScoreRange(0.0, 1.0) if self.normalization == "range" else range_of(part.reward)

@@ -81,7 +81,7 @@ def verdict(gold: str, answer: str) -> str:
 
 
 def same_size(wanted: tuple[Any, ...], parsed: tuple[Any, ...]) -> bool:
-    """Return True if an answer to a gold near zero has its size: to math-verify's six decimals all such are 0."""
+    """Return True if an answer to a gold near zero has the gold's size: math-verify's six decimals show 0 for both."""
     golds, answers = numbers(wanted), numbers(parsed)
     if not golds or not answers or abs(golds[0]) >= SMALL:
         return True
@@ -89,7 +89,7 @@ def same_size(wanted: tuple[Any, ...], parsed: tuple[Any, ...]) -> bool:
 
 
 def sides_agree(parsed: tuple[Any, ...]) -> bool:
-    """Return True if all sides of an equation are equal: math-verify checks the last alone, so `6 = 5` would be 5."""
+    """Return True if all sides of an equation are equal: math-verify checks only the last, so `6 = 5` would be 5."""
     values = numbers(tuple(sides(parsed[0])))
     return all(abs(value - values[-1]) <= RELATIVE_ERROR * abs(values[-1]) for value in values)
 
@@ -108,7 +108,7 @@ def percentage_is_meant(wanted: tuple[Any, ...], parsed: tuple[Any, ...]) -> boo
     """Return True if an answer in percent can be the gold's value: math-verify takes both 5% and 500% for a gold of
     5.
 
-    The question decides which of the two is right, so a gold above 1 takes a percentage only if it is one itself.
+    The question decides which of the two is right, so a gold above 1 accepts a percentage only if it is one itself.
     """
     from math_verify.grader import get_pct_val
 

@@ -68,7 +68,7 @@ def make_reward(name: str, params: Mapping[str, Any] | None = None) -> Reward:
     if inspect.isclass(reward):
         reward = _instance(name, reward, params or {})
     elif params:
-        raise RewardUnusable(f"reward {name!r} is no class and takes no params, but {dict(params)} were given")
+        raise RewardUnusable(f"reward {name!r} is not a class and takes no params, but {dict(params)} were given")
     if not callable(reward):
         raise RewardUnusable(
             f"reward {name!r} is a {type(reward).__name__}, which cannot be called; name a function, or a class whose "

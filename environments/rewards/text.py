@@ -18,7 +18,7 @@ from environments.rewards.protocol import (
 
 
 class FormatReward(SampleReward):
-    """`value` if every tag is opened and closed exactly once, in the order given and with nothing between, else 0."""
+    """A reward of `value` if each tag is opened and closed once, in the given order with nothing between; else 0."""
 
     formula: ClassVar[str] = "value (1) if each of the tags is there once, in order and with nothing between, else 0"
 
@@ -37,7 +37,7 @@ class FormatReward(SampleReward):
 
 
 class PatternReward(SampleReward):
-    """`value` if the whole completion matches the regular expression, `.` matching line breaks too, else 0."""
+    """A reward of `value` if the whole completion matches the regular expression; `.` matches line breaks too."""
 
     formula: ClassVar[str] = "value (1) if the whole completion matches the pattern, else 0"
 
@@ -71,7 +71,7 @@ def has_tags(text: str, tags: Sequence[str]) -> bool:
 
 
 class LinearLengthReward(SampleReward):
-    """1 for completions up to `free_length`, then falling linearly to 0 at `max_length` and beyond."""
+    """A reward of 1 for completions up to `free_length`, which falls linearly to 0 at `max_length` and beyond."""
 
     formula: ClassVar[str] = "min(1, max(0, (max_length - length) / (max_length - free_length)))"
 
@@ -92,7 +92,7 @@ class LinearLengthReward(SampleReward):
 
 
 class TargetLengthReward(SampleReward):
-    """1 at `target`, falling linearly on either side to 0 at a distance of `tolerance`."""
+    """A reward of 1 at `target`, which falls linearly on either side to 0 at a distance of `tolerance`."""
 
     formula: ClassVar[str] = "max(0, 1 - abs(length - target) / tolerance)"
 
@@ -112,7 +112,7 @@ class TargetLengthReward(SampleReward):
 
 
 class RepetitionPenalty(SampleReward):
-    """0 for a text without repeated n-grams, down to `max_penalty` as the share of repeated n-grams grows.
+    """A penalty: 0 for a text without repeated n-grams, down to `max_penalty` as the share of repeated n-grams grows.
 
     Yeo et al., "Demystifying Long Chain-of-Thought Reasoning in LLMs" (arXiv:2502.03373), need such a penalty in
     addition to the length reward, which models otherwise maximise by repeating themselves. Here it is one number for

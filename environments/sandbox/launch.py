@@ -149,21 +149,21 @@ class Launch:
             "TMPDIR": folder,
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
-            # Each of glibc's arenas reserves up to 128 MiB of address space: a pool of two processes met the limit.
+            # Each of glibc's arenas reserves up to 128 MiB of address space: a pool of two processes reached the limit.
             "MALLOC_ARENA_MAX": "1",
         }
 
     def runner_command(self, user: int = -1) -> list[str]:
         """Return the command of the runner, which then executes the code as `user`; -1 keeps the current user."""
-        # The kernel counts processes per user of a user namespace; for this machine's nobody it would count other
-        # programs.
+        # The kernel counts the processes of a user. The user `nobody` belongs to the whole machine, so for it the
+        # kernel would count other programs, too.
         processes = MOST_PROCESSES if self.way.isolates and user != NOBODY else -1
         numbers = (user, READY, self.cpu_seconds, self.memory_bytes, self.file_bytes, MOST_OPEN_FILES, processes, 0)
         return [self.view.python, "-I", "-S", "-B", "-c", RUNNER, *map(str, numbers), *self.view.packages]
 
 
 def user_of_its_own() -> int:
-    """Return a user id for code that root starts: an id that no other run has, or nobody's where too few are mapped.
+    """Return a user id for code that root starts: one that no other run has, or that of `nobody` if too few are mapped.
 
     The kernel limits processes per user, so runs that share a user would share one limit.
     """

@@ -1,6 +1,6 @@
 """The tool runs a model's Python in a sandbox, for environments that offer it to the model.
 
-The code sees no network, no other process, no file of this machine but the interpreter's own, and none of its
+The code sees no network, no other process, no file of this machine except the interpreter's, and none of its
 processes outlives the run; `docs/explanation/sandbox.md` says what that protects against and what it does not. Where
 code cannot be isolated, the tool refuses to start, unless `require_isolation` is False. `SupervisorProcess` is the
 client of one supervisor, started when first used; requests to it block, so `PythonTool` sends them from threads.

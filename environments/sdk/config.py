@@ -321,7 +321,7 @@ class SessionSettings:
     temperature: float | None = None
     """The temperature that replaces the one of agents' training requests; None: theirs is kept."""
     key_in_url: bool = False
-    """True if addresses carry the key, for agents that are given nothing but an address."""
+    """True if addresses carry the key, for agents that get only an address."""
 
     @classmethod
     def from_config(cls, config: BaseEnvConfig, *, key_in_url: bool = False) -> SessionSettings:

@@ -104,7 +104,7 @@ class Scheduler(Protocol):
         """Start rollouts until there is no room or no item, or something else is due."""
 
     def log_fields(self) -> dict[str, str | int | None]:
-        """Return run, step and policy version, which log records tell."""
+        """Return run, step and policy version, for log records."""
 
 
 class Environment(ABC):
@@ -164,7 +164,7 @@ class Environment(ABC):
         self.trackio: TrackioTracker | None = None
         self.tracing = NO_TRACING
 
-    # What an environment overrides.
+    # Methods that an environment overrides.
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, ServerBaseline | APIServerConfig | list[APIServerConfig]]:
@@ -336,7 +336,7 @@ class Environment(ABC):
         prefixed = {self._prefixed(key): value for key, value in merged.items()}
         self.log_metrics({**prefixed, **self.server.metrics()}, self.curr_step)
 
-    # What an environment uses.
+    # Methods that an environment calls.
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -81,10 +81,10 @@ class OwnCodeEnded(EnvironmentsError):
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Make an error of this call what would end the server without one: `sys.exit`, and a cancellation by nobody here.
+    """Turn what would end the server silently into an error: `sys.exit`, and a cancellation that is not its own.
 
-    A task group takes the cancellation of one of its tasks, such as a library's request that was cancelled, for its
-    own: the rollouts would all end, and the server with exit code 0.
+    A library may cancel a request that a task waits for. The task group would take this for its own cancellation: all
+    rollouts would end, and the server would exit with code 0.
     """
     try:
         yield
@@ -94,7 +94,7 @@ def contained() -> Iterator[None]:
         task = asyncio.current_task()
         if anyio.current_effective_deadline() == -math.inf or (task is not None and task.cancelling()):
             raise
-        raise OwnCodeEnded("it raised CancelledError, and nobody had cancelled it") from error
+        raise OwnCodeEnded("it raised CancelledError without having been cancelled") from error
 
 
 class RolloutsKeepFailing(EnvironmentsError):

@@ -99,7 +99,7 @@ class GroupRules:
     max_token_length: int
     ensure_scores_are_not_same: bool
     scheduled_sizes: frozenset[int] = frozenset()
-    """All sizes that the schedule gives `group_size`: a group may have been started under another one than the current.
+    """All values of `group_size` in the schedule: a group may have been started under an earlier one than the current.
     """
     least_members_of: Callable[[int], int] = _all_members
     """Returns the number of rollouts that a group of a size needs; the others may be absent."""
@@ -140,7 +140,7 @@ def fill_absent(group: Group, size: int) -> int:
     """Add rows for absent members until the group has `size` rows, and return their number.
 
     Such a row is one masked token with the override `absent`: our trainer leaves it out before anything is computed.
-    Its score is the mean of the others, so that the baseline is theirs for a trainer that does not know it, too.
+    Its score is the mean of the others, so that a trainer that does not know the override has the same baseline.
     """
     present = len(group.tokens)
     missing = size - present

@@ -2,7 +2,7 @@
 
 A group is as slow as its slowest rollout. The rule waits for it, draws the late members again, or closes the group
 without them; `groups.fill_absent` then adds rows that no trainer learns from, so that batches keep their exact size.
-Members that are late are long ones more often than not: closing and drawing again train on shorter answers.
+Late members are usually long ones, so that closing and drawing again both train on shorter answers.
 """
 
 from __future__ import annotations

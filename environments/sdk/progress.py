@@ -79,7 +79,7 @@ def collecting_member(index: int) -> Iterator[None]:
         yield
     finally:
         _current_member.reset(token)
-        if group.members.get(index) is member:  # its next draw may have taken its place
+        if group.members.get(index) is member:  # the next draw of the same member may have taken its place
             del group.members[index]
 
 

@@ -28,7 +28,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def logprob_of(token: int, position: int) -> float:
-    """Return the fake server's logprob of a token at an output position: different almost everywhere."""
+    """Return the fake server's logprob of a token at an output position; it nearly always differs from others."""
     return -0.01 - (token * 31 + position * 7) % 97 / 100
 
 

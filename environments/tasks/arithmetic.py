@@ -43,7 +43,7 @@ class Step:
         return self.left + self.right if self.operator == "+" else self.left - self.right
 
     def line(self, result: int | None = None) -> str:
-        """The line as text; `result` replaces the right result (used to write down slips)."""
+        """Return the line as text; `result` replaces the right result (to write down a wrong step)."""
         return f"{self.left}{self.operator}{self.right}={self.result if result is None else result}\n"
 
 
@@ -61,7 +61,7 @@ class Problem:
 
     @property
     def worked(self) -> str:
-        """The right solution, every step written down."""
+        """Return the right solution with every step written down."""
         return "".join(step.line() for step in self.steps) + final_line(self.answer)
 
     @property
@@ -76,18 +76,18 @@ def final_line(answer: int) -> str:
 
 
 def extract_answer(text: str) -> int | None:
-    """The number after the last `####`, or None when there is none."""
+    """Return the number after the last `####`, or None if there is none."""
     found = _ANSWER.findall(text)
     return int(found[-1]) if found else None
 
 
 def grade(text: str, answer: int) -> float:
-    """1.0 when the last `#### n` in `text` is the right answer, else 0.0."""
+    """Return 1.0 if the last `#### n` in `text` is the right answer, else 0.0."""
     return 1.0 if extract_answer(text) == answer else 0.0
 
 
 def make_chain_problem(rng: random.Random) -> Problem:
-    """Three one-digit gains and losses; every running total stays between 0 and 99."""
+    """Return a problem of three one-digit gains and losses; every running total stays between 0 and 99."""
     start = rng.randint(10, 90)
     steps: list[Step] = []
     total = start
@@ -105,7 +105,7 @@ def make_chain_problem(rng: random.Random) -> Problem:
 
 
 def make_add_problem(rng: random.Random) -> Problem:
-    """One two-digit sum or difference; the other operation would stay between 0 and 99 as well."""
+    """Return one two-digit sum or difference; the other operation would stay between 0 and 99 as well."""
     start = rng.randint(22, 86)
     largest = min(start, LARGEST_TOTAL - start)
     amount = rng.choice([n for n in range(11, largest + 1) if n % 10])
@@ -117,7 +117,7 @@ def make_add_problem(rng: random.Random) -> Problem:
 
 
 def split_by_place(start: int, operator: Operator, amount: int) -> tuple[Step, Step]:
-    """A two-digit operation as its tens and then its ones."""
+    """Return a two-digit operation as its tens and then its ones."""
     tens = Step(start, operator, amount - amount % 10)
     return tens, Step(tens.result, operator, amount % 10)
 
@@ -127,7 +127,7 @@ def make_problem(task: TaskName, rng: random.Random) -> Problem:
 
 
 def problem_stream(task: TaskName, *, seed: int | str, split: Split = "train") -> Iterator[Problem]:
-    """An endless stream of problems of one split, the same for the same arguments on every machine."""
+    """Yield problems of one split without end; the same arguments give the same problems on every machine."""
     rng = random.Random(f"{task}/{split}/{seed}")
     while True:
         problem = make_problem(task, rng)
@@ -136,7 +136,7 @@ def problem_stream(task: TaskName, *, seed: int | str, split: Split = "train") -
 
 
 def held_out_problems(task: TaskName, count: int = 200) -> list[Problem]:
-    """The evaluation set: the first `count` distinct held-out problems of a fixed stream."""
+    """Return the evaluation set: the first `count` distinct held-out problems of a fixed stream."""
     distinct: dict[tuple[Step, ...], Problem] = {}
     stream = problem_stream(task, seed="held-out", split="eval")
     while len(distinct) < count:

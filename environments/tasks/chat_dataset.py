@@ -312,7 +312,7 @@ class ChatDataset:
 
 
 def _refuse_long_reply(row: Row, where: str) -> None:
-    """Raise `DataUnusable` for a completion of several messages, of which `make_row` would take the last alone."""
+    """Raise `DataUnusable` for a completion of several messages, of which `make_row` would take only the last."""
     for name in REPLIES:
         messages = row.columns.get(name)
         if isinstance(messages, list) and len(messages) > 1:

@@ -36,7 +36,7 @@ class DataUnusable(AtroposError):
 
 
 Choose = Callable[[Iterable[str]], Sequence[str] | None]
-"""A function from the columns there are to those that are needed; None: all of them."""
+"""A function that gets the existing columns and returns those that are needed; None: all of them."""
 
 
 def load_records(source: str | Path, split: Split, *, columns: Choose) -> Iterator[tuple[str, Records]]:
@@ -74,7 +74,7 @@ def data_files(folder: Path) -> list[Path]:
 
 
 def files_of_split(folder: Path, split: Split) -> list[Path]:
-    """Return the files named after the split, or in folders named so; all files where no name names any split."""
+    """Return the files named after the split, or in folders named so; all files if no name contains a split."""
     files = data_files(folder)
     named = {path: split_named_by(path.relative_to(folder)) for path in files}
     chosen = [path for path, named_split in named.items() if named_split == split]
@@ -89,7 +89,7 @@ def files_of_split(folder: Path, split: Split) -> list[Path]:
 
 
 def split_named_by(path: Path) -> str | None:
-    """Return the split that a file or the nearest of its folders is named after; None if no name tells."""
+    """Return the split that a file or the nearest of its folders is named after; None if there is none."""
     for part in reversed((*path.parent.parts, path.stem)):
         first = _first_word(part)
         for split, names in SPLIT_NAMES.items():
@@ -143,7 +143,7 @@ def _read_parquet(path: Path, columns: Choose) -> Iterator[tuple[int, Any]]:
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[Any]:
-    """Open a Parquet file; raise `DataUnusable` if it is none."""
+    """Open a Parquet file; raise `DataUnusable` if it is not one."""
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 

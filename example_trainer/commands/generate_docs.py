@@ -1,7 +1,7 @@
-"""Prints a reference page from the code: `python -m example_trainer.commands.generate_docs cli`.
+"""The module prints a reference page from the code: `python -m example_trainer.commands.generate_docs cli`.
 
-The other pages are metrics, prometheus and memory. It prints the whole page; docs/reference holds the last printed one,
-and a test compares the two. The text on each option and each metric comes from its own declaration.
+The other pages are metrics, prometheus and memory. It prints the whole page; a test compares it with the one in
+docs/reference. The text on each option and each metric comes from its own declaration.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ the package: `demo`, `gsm8k`, `math_zero_shared` or `math_zero_lora`. In a check
 SERVER_VERBS = """\
 ## `atropos scale` and `atropos drain`: inference servers of a run that goes on
 
-[Servers that come and go](../howto/servers-that-come-and-go.md#change-their-number-while-a-run-goes-on) tells
-what they do. Exit code 2 with one line: nobody would follow, or the server has not left in time.
+[Servers that come and go](../howto/servers-that-come-and-go.md#change-their-number-while-a-run-goes-on) says
+what they do. They end with exit code 2 and one line if no launcher takes the request, or if the server has not left in
+time.
 """
 
 EXIT_CODES = """\
@@ -85,7 +86,7 @@ PROMETHEUS_INTRODUCTION = """\
 # Metrics for Prometheus
 
 `python -m example_trainer.commands.generate_docs prometheus` prints this page; the metrics' own declarations are its
-source. [Observe a run](../howto/observe.md) tells how to collect them. Names have base units, and counters end in
+source. [Observe a run](../howto/observe.md) says how to collect them. Names have base units, and counters end in
 `_total`.
 
 | program | port | names at `/metrics` |

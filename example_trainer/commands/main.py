@@ -12,7 +12,7 @@ from atropos_api.common.cliconfig import ConfigError, nearest, run_cli
 
 
 class Verb(NamedTuple):
-    """The line about a verb, which begins with its operand, and the function that gets the verb's arguments."""
+    """A verb's line in the help, which begins with its operand, and the function that gets the verb's arguments."""
 
     text: str
     function: str

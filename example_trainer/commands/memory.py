@@ -1,6 +1,6 @@
 """`atropos doctor --memory MODEL` prints what each setting needs and which fit a GPU; `memory_page` is the docs' page.
 
-All numbers come from `example_trainer.memory`, by which trainer and launcher decide before a run; nothing is measured.
+All numbers come from `example_trainer.memory`, with which trainer and launcher decide before a run; none is measured.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ Flags are tried in this order, and the first that fit are taken:
 3. what trains something else is only named, and only if all of the above is not enough: `--train-layer-indices
    last-12`, an adapter, an adapter on a base in 4 bits.
 
-The trainer knows the share of a server that somebody else starts only from `--gpu-memory-utilization`; without the flag
+The trainer knows the share of a server that is started elsewhere only from `--gpu-memory-utilization`; without the flag
 it counts, in `shared_vllm`, the least that can serve, and in `lora_only` nothing.
 
 ## What counts
@@ -228,7 +228,7 @@ def advise(options: MemoryOptions) -> Iterator[str]:
     first = None
     for setting in SETTINGS:
         if "train_layer_indices" in setting and shape.layers <= TOP_BLOCK_COUNT:
-            continue  # a small model has no such blocks besides others
+            continue  # a model this small has no blocks below the top ones
         config = with_changes(_base_config(shape, options), setting)
         needed = budget(shape, config, server_bytes=server_needs(shape, config, cached_tokens=options.cached_tokens))
         fit = needed.total <= options.gpu_gb * GB * USABLE_FRACTION
@@ -271,7 +271,7 @@ def run_file_row(path: Path) -> Row | None:
 
 
 def table_of(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield a Markdown table: what each row needs as it is, and the nearest flags with which it fits."""
+    """Yield a Markdown table: the memory that each row needs, and the nearest flags with which it fits."""
     yield "| model | GPU | flags | needs | fits with | needs then | host memory |"
     yield "|---|---|---|---|---|---|---|"
     for row in rows:

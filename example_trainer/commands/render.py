@@ -44,7 +44,7 @@ class RenderOptions(BaseModel):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the file for the scheduler that the first argument names, of the run file that the second names."""
+    """Print the file for the scheduler in the first argument, made from the run file in the second."""
     prog = "atropos render slurm|kuberay RUNFILE"
     if argv and argv[0] not in {*KINDS, "-h", "--help"}:
         raise ConfigError(f"unknown scheduler {argv[0]!r}{nearest(argv[0], KINDS)} ({', '.join(KINDS)})")

@@ -1,7 +1,7 @@
-"""The verbs `atropos scale` and `atropos drain`: how many inference servers a run has, and the end of one of them.
+"""The verbs `atropos scale`, which changes the number of a run's inference servers, and `atropos drain` (ends one).
 
-`scale` asks the broker, and the launcher that reports there follows; `drain` tells one registered server to end its
-requests and to leave.
+`scale` asks the broker, and the launcher that reports there carries the request out; `drain` tells one registered
+server to end its requests and to leave.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class DrainClient(Protocol):
 
 
 def run_scale(argv: Sequence[str], out: IO[str] = sys.stdout) -> int:
-    """Ask for a number of servers, and print what the launcher makes of it."""
+    """Ask for a number of servers, and print the launcher's answer."""
     options, operand = _read(ScaleOptions, argv, "atropos scale", SCALE_DESCRIPTION, f"{SCALED}=3")
     wanted = _read_number(operand)
     with options.client() as broker:
@@ -125,7 +125,7 @@ def scale(broker: ScaleClient, wanted: int, *, fleet_id: str | None = None, wait
 
 
 def drain(broker: DrainClient, named: str, *, wait_seconds: float, say: Callable[[str], None]) -> None:
-    """Drain the server with this id or address; raise `ConfigError` if it does not leave in time, or not in order."""
+    """Drain the server with this id or address; raise `ConfigError` if it does not leave in time."""
     ends_at = time.monotonic() + wait_seconds
     server = broker.drain_server(_find_server(broker, named).server_id)
     say(f"{server.server_id} at {server.url} drains: {server.running + server.waiting} requests when it last reported")
@@ -182,7 +182,7 @@ def _choose(fleets: Sequence[Fleet], fleet_id: str | None) -> Fleet:
         return named
     if not fleets:
         raise ConfigError(
-            "no launcher reports to this broker, so nobody would start or drain servers; they can be started by "
+            "no launcher reports to this broker, so none would start or drain servers; they can be started by "
             "vllm_api_server --broker-url, and drained by atropos drain"
         )
     if len(fleets) > 1:

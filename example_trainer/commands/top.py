@@ -76,7 +76,7 @@ def describe(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def describe_fleets(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the servers of all launchers, those that run of those that are wanted, and what keeps them from it."""
+    """Yield how many servers of all launchers run and are wanted, and the reasons if these numbers differ."""
     fleets = status.get("fleets", [])
     if fleets:
         yield "servers", f"{sum(one['running'] for one in fleets)}/{sum(one['wanted'] for one in fleets)}"

@@ -1,4 +1,4 @@
-"""The verb `atropos view`: the live page of a run that has ended, from its directory; of a file of groups, its page."""
+"""The verb `atropos view`: it shows the live page of a run that has ended, or the page of a file of groups."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def settings_of(config: Mapping[str, Any], root: Path) -> dict[str, str]:
     for name, program in programs.items():
         if name != "trainer" and isinstance(program, Mapping):
             sections = program.get("settings") or {}
-            # A program's only section has the program's name, or one that adds nothing to it.
+            # The name of a program's only section is left out: the program's name says the same.
             found[name] = next(iter(sections.values())) if len(sections) == 1 else sections
     found |= {name: config[name] for name in PROVENANCE if config.get(name)}
     roots = (str(config.get("trainer", {}).get("run_dir") or root), str(root))

@@ -2,7 +2,7 @@
 
 The broker keeps the counts over restarts of every program, so they cover all launches of a run. The launcher writes
 them to `data.json` when the training has ended, and the summary shows them beside the length of the trained answers: a
-run that loses its long rollouts, as those that time out or grow too old, trains shorter ones than it samples.
+run that loses its long rollouts, because they time out or grow too old, trains shorter ones than it samples.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Endpoints:
     broker_host: str = LOOPBACK
     """This machine's address at which the broker listens."""
     server_host: str = LOOPBACK
-    """The address at which each inference server listens; every one of its node for a server that is placed."""
+    """The address at which each inference server listens; for a server that is placed, all addresses of its node."""
 
     @property
     def vllm_urls(self) -> tuple[str, ...]:
@@ -125,10 +125,10 @@ def servers_on_one_gpu(config: RunConfig) -> int:
 
 
 def _memory_settings(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the `vllm` section that override the trainer's and decide over memory."""
+    """Return the settings of the `vllm` section that override the trainer's and determine the server's memory."""
     found: dict[str, Any] = {}
     for name, read in (("gpu_memory_utilization", float), ("max_model_len", int)):
-        with suppress(KeyError, ValueError, TypeError):  # the server's own parser refuses what is no number
+        with suppress(KeyError, ValueError, TypeError):  # the server's own parser refuses a value that is not a number
             found[name] = read(section[name])
     return found
 
@@ -158,7 +158,7 @@ def _vllm_ports(settings: RunSettings, held: ExitStack | None) -> tuple[int, ...
     if settings.placement.is_ray:
         return (0,) * count  # each takes a free port of its node, and registers
     asked, flag = settings.section("vllm").get("port"), "--vllm.port"
-    # Somebody else's environments were told the documented port.
+    # Environments that this launch does not start use the documented port.
     if asked is None and ("vllm_port" in config.model_fields_set or not settings.environments):
         asked, flag = config.vllm_port, "--vllm-port"
     if asked is None:

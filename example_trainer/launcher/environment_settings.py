@@ -36,7 +36,7 @@ class EnvironmentSettings:
     teacher: Any = None
     """The settings of its teacher, or a list of them; None: it has none."""
     written_for: str | None = None
-    """The server that the file's settings are for, if a flag names another, which then ignores settings it lacks."""
+    """The server in the file, if a flag names another one: that one then ignores settings that it does not have."""
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _server_of(
 
 
 def _of_preset(preset: Preset, server: str, given: Container[str], *, about: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the preset's settings for this environment, with a remark if some do not fit it, and on its questions."""
+    """Return the preset's settings for this environment, with remarks on unfit settings and on its questions."""
     settings = dict(preset.environment)
     if preset.server is None:
         return settings, []
@@ -176,7 +176,7 @@ def require_fillable(environments: Sequence[EnvironmentSettings], flags: Mapping
     given = [{**entry.env, **flags} for entry in environments]
     sizes = [str(env.get("group_size", "")) for env in given]
     if any(env.get("group_size_schedule") or not size.isdecimal() for env, size in zip(given, sizes, strict=True)):
-        return  # its own parser decides, or `atropos doctor` asks the environment for its default
+        return  # the environment checks its own settings, and `atropos doctor` asks it for a default
     known = {int(size) for size in sizes}
     if known and 0 not in known and batch not in fillable_batches(known, batch):
         shown = " and ".join(map(str, sorted(known)))

@@ -105,7 +105,7 @@ class Fleet:
 
     @property
     def unsettled(self) -> set[str]:
-        """Names of the servers whose end is no failure of the run: they drain, or were added and never answered."""
+        """Names of the servers whose end is not a failure of the run: they drain, or were added and never answered."""
         return {server.name for server in self._servers.values() if server.drains or not server.answered}
 
     def first_plan(self) -> Plan:
@@ -122,7 +122,7 @@ class Fleet:
         )
 
     def for_trainer(self, command: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the trainer's command, in which it awaits no more servers at its start than are wanted now."""
+        """Return the trainer's command, with which it waits at its start for no more servers than are wanted now."""
         if NODES_FLAG in command:
             at = command.index(NODES_FLAG)
             command = (*command[:at], *command[at + 2 :])
@@ -132,7 +132,7 @@ class Fleet:
         return (*command[:at], NODES_FLAG, str(max(1, self._record.wanted)), *command[at:])
 
     def poll(self, restarts: Restarts, *, ready: bool) -> list[str]:
-        """Note servers that have ended and, once a second, ask the broker and come nearer to the wanted number.
+        """Note servers that have ended and, once a second, ask the broker and move towards the wanted number.
 
         Returns a line for each thing that has happened. Nothing is started or drained before the run's first servers
         are `ready`.
@@ -195,7 +195,7 @@ class Fleet:
         return [server for server in self._servers.values() if not server.drains]
 
     def _note_states(self, states: Mapping[str, str]) -> Iterator[str]:
-        """Note which servers have loaded, and which were told to drain by somebody else."""
+        """Note which servers have loaded, and which were told to drain by another program."""
         for server in self._servers.values():
             state = states.get(server.server_id)
             server.answered = server.answered or state in LOADED
@@ -256,7 +256,7 @@ class Fleet:
         return 0 if self._settings.placement.is_ray else free_port(held=server.port)
 
     def _release_surplus(self, states: Mapping[str, str], restarts: Restarts, *, complete: bool) -> Iterator[str]:
-        """Have the newest servers drained; stop those that nobody can have sent a request."""
+        """Have the newest servers drained; stop those that cannot have got a request yet."""
         newest_first = sorted(self._staying(), key=lambda server: -server.index)
         for server in newest_first[: max(0, len(newest_first) - self._record.wanted)]:
             state = states.get(server.server_id)
@@ -268,7 +268,7 @@ class Fleet:
                 self._broker.drain_server(server.server_id)
                 server.drains = True
                 yield f"{server.name} drains"
-            elif state == "starting" or complete:  # it answers nobody; in an incomplete set it may only be missing
+            elif state == "starting" or complete:  # not serving yet; in an incomplete set it may only be missing
                 self._forget(server)
                 yield f"{server.name} is stopped before it has served"
 
@@ -282,7 +282,7 @@ class Fleet:
         """End what is left of a server, also at the broker, and give its port back."""
         if server.name in self._supervisor:
             self._supervisor.stop(server.name)
-        with suppress(AtroposError):  # one that was killed holds its lease, and would be taken for the next of its name
+        with suppress(AtroposError):  # a killed server holds its lease, and would be taken for the next of its name
             self._broker.remove_server(server.server_id)
         server.port.close()
         del self._servers[server.index]

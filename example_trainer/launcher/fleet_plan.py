@@ -110,6 +110,6 @@ class FleetRecord:
 
 
 def server_id(settings: RunSettings, run: RunDir, index: int) -> str:
-    """Return the name under which the launcher's server with this index registers, which no other launcher gives."""
+    """Return the name under which the launcher's server with this index registers; no other launcher uses it."""
     first = settings.section("vllm").get("server_id") or f"{run.fleet_id}.vllm"
     return str(first) if index == 0 else f"{first}-{index + 1}"

@@ -75,7 +75,8 @@ from example_trainer.processes.tree import adopt_orphans, python_path
 TICK_SECONDS = 0.1
 CACHE_LOOKUP_SECONDS = 2.0
 
-# After the environments have ended, the trainer may still write its last checkpoint; beyond this it waits in vain.
+# After the environments have ended, the trainer may still write its last checkpoint; if it takes longer, it waits for
+# something that will not come.
 TRAINER_LAG_SECONDS = 120.0
 RESUME_FLAG = "--resume"
 SETTLED_HERE = ("model_name", "atropos_url", "vllm_port", "inference_urls")
@@ -124,7 +125,7 @@ class StopRequest:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Measures for how long a condition has held without a break."""
+    """Measures for how long a condition has held without interruption."""
 
     since: float | None = None
 
@@ -163,7 +164,7 @@ class Launch:
             adopt_orphans()
             with (
                 contextlib.closing(open_placement(self.settings, self.run)) as placement,
-                StopRequest.listening() as stop,  # after the placement, for Ray has handlers of its own
+                StopRequest.listening() as stop,  # after the placement, because Ray installs handlers of its own
             ):
                 return self._run(endpoints, model, teacher, placement, stop)
 

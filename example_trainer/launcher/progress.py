@@ -1,4 +1,4 @@
-"""The progress of a running launch: `Feed` reads it into a `Snapshot`, from which its phase is told.
+"""The progress of a running launch: `Feed` reads it into a `Snapshot`, from which its phase follows.
 
 A snapshot holds the milestones, the steps trained so far, and the broker's status; the figures shown of it are in
 `views`. Everything is read from outside: health endpoints, the broker's `/v1/status`, and the lines that the trainer

@@ -1,7 +1,7 @@
-"""Restarts of a run's programs: which failures a restart can mend, how often, and after which pause.
+"""Restarts of a run's programs: which failures a restart can fix, how often, and after which pause.
 
 A program that was killed, or whose failure may be a chance, is started again after a pause that doubles. A run ends at
-the first failure that a restart cannot mend: a refused configuration, a failure before the program was ever ready, a
+the first failure that a restart cannot fix: a refused configuration, a failure before the program was ever ready, a
 lack of memory, or the same error three times in a row. Each program has a budget of its own, counted in a window of
 time, so that a run of days may lose a server now and then, and a program that always fails ends its run in a minute.
 """
@@ -87,7 +87,7 @@ class Restarts:
     def note_failures(self, never_ready: Collection[str], *, apart: Collection[str] = ()) -> list[str]:
         """End what is left of each failed program and plan its restart; return a line for each.
 
-        Raises `ChildFailed` if a restart cannot mend one of the failures. `never_ready` names the programs that have
+        Raises `ChildFailed` if a restart cannot fix one of the failures. `never_ready` names the programs that have
         not been ready yet: if one of these exits by itself, its settings do not work. Those in `apart` may fail.
         """
         failed = [child for child in self._supervisor.failed() if child.name not in apart]
@@ -108,7 +108,7 @@ class Restarts:
         return [(pending.spec, pending.restarted) for pending in due]
 
     def _final_cause(self, child: SupervisedProgram, never_ready: Collection[str]) -> str | None:
-        """Note the failure; return the reason why no restart can mend it, "" if its log says so; None if one can."""
+        """Note the failure; return the reason why no restart can fix it, "" if its log says so; None if one can."""
         code = child.exit_code
         if not child.spec.may_restart or code in EXPLAINED_IN_ONE_LINE:
             return child.spec.why_final

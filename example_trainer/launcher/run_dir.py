@@ -61,7 +61,7 @@ class RunDir:
     resumes: bool = True
     """True if the run may go on in a directory that holds one."""
     is_named: bool = True
-    """False if the root is a name by the time, which another launch of the same second may take first."""
+    """False if the root's name is made from the time: another launch in the same second may take it first."""
 
     @property
     def logs(self) -> Path:

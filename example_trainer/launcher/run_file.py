@@ -1,10 +1,10 @@
-"""Reads run files and flags, and sorts the settings by the program they belong to.
+"""The module reads run files and flags, and sorts the settings by the program they belong to.
 
 A run file has sections `trainer: api: vllm: env: openai: teacher:` (or `environments:`, a list), and `modes:`, which
-holds the trainer's settings that differ in a weight bridge mode: full weights and adapters need different rates.
-`modes_on_gpu:` holds those that differ besides where vLLM serves from a GPU.
-On the command line the trainer's flags have no prefix; those of the other programs have their section as a prefix
-(`--env.group_size 8`). Each program checks its own settings; only the trainer's and the launcher's are known here.
+holds the trainer's settings for single weight bridge modes: full weights and adapters need different rates.
+`modes_on_gpu:` overrides them if vLLM serves from a GPU. On the command line the trainer's flags have no prefix; those
+of the other programs have their section as a prefix (`--env.group_size 8`). Each program checks its own settings; only
+the trainer's and the launcher's are known here.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ LAUNCHER_FIELDS = frozenset(RunConfig.model_fields) - frozenset(TrainingConfig.m
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """All settings as they were asked for; nothing is decided yet."""
+    """All settings as they were given; nothing is decided yet."""
 
     trainer: RunConfig
     sections: Mapping[str, Mapping[str, Any]]
@@ -225,7 +225,7 @@ def _unused_sections(settings: RunSettings) -> Iterator[str]:
 
 
 def trainer_settings(argv: Sequence[str], *, default_mode: str = "none") -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the trainer's settings from the files in `argv` for the mode asked for, the other arguments, the files."""
+    """Return the trainer's settings in the files of `argv` for the chosen mode; the other arguments; and the files."""
     paths, own = _split_config_paths(argv)
     refuse_two_sizes(named_in(own, TrainingConfig))
     settings: dict[str, Any] = {}
@@ -270,7 +270,7 @@ def _sizes_of(layout: DistributedLayout | None, settings: Mapping[str, Any], *, 
 
 
 def find_run_file(name: str) -> str:
-    """Return the path of a run file: that file if there is one, else the one of this name that the package brings."""
+    """Return the path of a run file: that file if it exists, else the package's own of this name."""
     if Path(name).exists():
         return name
     shipped = {path.stem: path for path in RUN_FILES.glob("*.yaml")}
@@ -339,7 +339,7 @@ _FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "modes": (_is_modes, "settings by weight bridge mode"),
     "modes_on_gpu": (_is_modes, "settings by weight bridge mode"),
 }
-"""Check of the form of each section that is more than settings, and the form's name in messages."""
+"""The check of each section that is not a plain mapping of settings, and the words for its form in messages."""
 
 
 def _split_config_paths(argv: Sequence[str]) -> tuple[list[str], list[str]]:

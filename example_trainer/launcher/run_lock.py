@@ -23,7 +23,7 @@ LOCK_NAME = "launcher.lock"
 def locked(root: Path) -> Iterator[None]:
     """Hold the lock of the run directory `root`; raise `RunDirectoryInUse`, with its pid, while another launcher does.
 
-    A file system that has no locks gives none, and the run goes on without.
+    If the file system has no locks, the run goes on without one.
     """
     with reporting_flag(root, "--run-dir"):
         descriptor = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

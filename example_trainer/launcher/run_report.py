@@ -2,7 +2,7 @@
 
 It holds the summary, signs of trouble with advice, the curves of the live page, the use of data, some rollouts and the
 settings. It has no script and its policy lets a browser load nothing, so it can be kept, sent and opened anywhere; what
-came from a model, an environment or a run file stands in it as text.
+came from a model, an environment or a run file is shown as text.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def write_report(runs: Sequence[RunRecord], path: Path) -> Path:
 
 
 def report_line(root: Path) -> str:
-    """Write the report of a run that has ended and return a line about it; a report that fails ends nothing."""
+    """Write the report of a run that has ended and return a line about it, also if writing it fails."""
     try:
         return f"report: {write_report([read_run(root)], root / REPORT_NAME)}"
     except (AtroposError, OSError, ValueError, KeyError, TypeError) as error:
@@ -92,7 +92,7 @@ def report_line(root: Path) -> str:
 def render(runs: Sequence[RunRecord]) -> str:
     """Return the report as HTML."""
     title = " and ".join(dict.fromkeys(run.name if len(runs) == 1 else run.label for run in runs))
-    # The page's mark is a file of its own, which this file must not ask for.
+    # The page's icon is a file of its own, which this file must not load.
     page_style = "\n".join(
         line for line in page_files()["page.css"].content.decode().splitlines() if "url(" not in line
     )
@@ -185,7 +185,7 @@ def _rollouts(run: RunRecord) -> list[str]:
 
 
 def _examples(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
-    """Return the indices of the groups that tell most, each with the reason: newest, worst, and most divided."""
+    """Return the indices of the most informative groups, each with the reason: newest, worst, and most divided."""
     scored = [at for at, group in enumerate(groups) if group["scores"]]
     if not scored:
         return []

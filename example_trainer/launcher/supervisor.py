@@ -72,7 +72,7 @@ class Supervisor:
         # A directory of its own keeps sockets and scratch files of killed children findable.
         self._temporary_dir = _name_scratch(self._mark)
         self._shared_memory = SharedMemoryLedger()
-        # Before the directory is made: a launcher that is killed between the two leaves nothing either way.
+        # Before the directory is made, so that a launcher that is killed between the two leaves no directory.
         scratch = self._temporary_dir
         self._guardian = Guardian(mark=self._mark, temporary_dir=scratch, detached=detached) if guarded else None
         _make_scratch(Path(scratch))
@@ -257,17 +257,15 @@ def _make_scratch(scratch: Path) -> None:
     scratch.mkdir(mode=0o700)
     try:
         compile_cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-    except (KeyError, OSError):  # a user without a name, as a container may have: torch compiles anew
+    except (KeyError, OSError):  # a user without a name, which a container may have: then torch compiles anew
         return
     compile_cache.mkdir(exist_ok=True)
     (scratch / compile_cache.name).symlink_to(compile_cache)
 
 
 def _refusal(child: SupervisedProgram) -> str:
-    """Return the line of a program's log in which it says what it refuses, or else its last one, which says why it
-    stopped.
-    """
-    # Such a line may be followed by the log of a server of the program's own, and by what that still writes.
+    """Return the line of a program's log that says what it refuses, else the last line, which says why it stopped."""
+    # After such a line the program's own server may write further lines to the log.
     lines = [line for line in child.last_lines(3 * SHOWN_LINES) if line.strip()]
     told = [line for line in lines if ": error: " in line] if child.exit_code == 2 else []
     return f"{child.name}: {(told or lines or [f'exited {child.exit_code} without a message'])[-1]}"

@@ -46,7 +46,7 @@ class Line:
     spread: Sequence[float] | None = None
     dashed: bool = False
     last: float | None = None
-    """The newest value, which the legend tells."""
+    """The newest value, which the legend shows."""
 
 
 def make_line(
@@ -93,7 +93,7 @@ def draw_chart(panel: Panel, lines: Sequence[Line], marks: Iterable[int] = ()) -
 
 
 def number(value: float | None) -> str:
-    """Return a number with about three digits that matter, as the page does: 0.0123, 4.56, 12,300."""
+    """Return a number with about three significant digits, as the page does: 0.0123, 4.56, 12,300."""
     if value is None or not math.isfinite(value):
         return "–"
     size = abs(value)
@@ -103,7 +103,7 @@ def number(value: float | None) -> str:
 
 
 class _Frame:
-    """The plane of a chart: it turns steps and values into places."""
+    """The plane of a chart: it turns steps and values into positions."""
 
     def __init__(self, panel: Panel, lines: Sequence[Line]) -> None:
         steps = [step for line in lines for step in (line.steps[0], line.steps[-1])]

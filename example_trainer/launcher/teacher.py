@@ -34,7 +34,7 @@ class OwnTeacher:
     """True if its share of the GPU's memory is given, or the whole GPU is its own."""
 
     def gpu_beside(self, vllm_gpu: int | None) -> str | None:
-        """Return the GPU of its server when the policy's server has `vllm_gpu`; None is the first that there is."""
+        """Return the GPU of its server when the policy's server has `vllm_gpu`; None: the first visible one."""
         return self.gpu if self.gpu is not None or vllm_gpu is None else str(vllm_gpu)
 
 

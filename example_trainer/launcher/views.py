@@ -51,10 +51,10 @@ def make_view(choice: str, out: IO[str] | None = None) -> View:
 
 
 class LastingView:
-    """Shows what another view does, when and as long as the output can be written.
+    """Shows what another view shows, as long as the output can be written.
 
-    A closed pipe or a full disk ends no run. A pipe that nobody reads, or a terminal that Ctrl-S has stopped, holds
-    none: the launcher would restart nothing, and obey no signal, while it waited to write.
+    A closed pipe or a full disk does not end the run. A pipe that nobody reads, or a terminal that Ctrl-S has stopped,
+    does not block it: a launcher that waits to write would restart no program and obey no signal.
     """
 
     def __init__(self, view: View, out: IO[str] | None = None) -> None:
@@ -65,7 +65,7 @@ class LastingView:
     def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
         self._held.extend(rows)
         with self._forgiving(snapshot):
-            # A pipe that can be written has room for 4 KiB, which are not many rows.
+            # A pipe that can be written has room for 4 KiB, which is enough for a few rows only.
             while self._can_write():
                 self._view.update(snapshot, [self._held.popleft()] if self._held else [])
                 if not self._held:
@@ -79,7 +79,7 @@ class LastingView:
     def _can_write(self) -> bool:
         try:
             return bool(select.select([], [self._out.fileno()], [], 0)[1])
-        except ValueError:  # a stream that is no file
+        except ValueError:  # a stream that is not a file
             return True
 
     @contextmanager
@@ -200,7 +200,7 @@ class LiveView:
         now = time.monotonic()
         if rows or now - self._drawn_at >= REFRESH_INTERVAL_SECONDS:
             self._drawn_at = now
-            self._live.start()  # which does nothing the second time
+            self._live.start()  # does nothing if it has been called before
             self._live.update(render(snapshot), refresh=True)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from example_trainer.options.publish import served_rank
 from example_trainer.options.training_options import TrainingOptions
 
 OPTIMIZER_STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0, "adafactor": 0.02}
-"""Bytes per trained parameter without its master: two fp32 moments, two of a byte, or a row and a column per matrix."""
+"""Bytes per trained parameter besides its master: two fp32 or 1-byte moments, or a row and a column per matrix."""
 
 RUNTIME_BYTES = 1.5 * 2**30
 """Bytes of a process on the GPU in addition to its tensors: the CUDA context, vLLM's graphs, the allocator's slack."""
@@ -191,7 +191,7 @@ def _own_weights(shape: ModelShape, config: TrainingOptions, served: int, traine
     if config.world_size > 1:
         size = config.trainer_tensor_parallel_size
         layer, ends = shape.layer_parameters / size, shape.end_parameters / size
-        whole_head = shape.vocabulary * shape.hidden if size > 1 else 0  # for its product, besides its divided rows
+        whole_head = shape.vocabulary * shape.hidden if size > 1 else 0  # for its product, in addition to its rows
         gathered = shape.layers if not config.reshard_after_forward else min(2, shape.layers)
         summed = 4 * (layer + ends)  # gradients of a layer before they are scattered
         return served * (gathered * layer + ends + whole_head) + summed

@@ -236,7 +236,7 @@ def _trainings_with_the_users_optimizer(config: TrainingOptions) -> Sequence[Cha
 def _without_effect_on_results(config: TrainingOptions) -> Iterator[Changes]:
     """Yield changes that alter memory and time alone.
 
-    They are none, checkpointing, smaller micro-batches with it, and inputs in host memory beside the smallest ones.
+    They are: none, checkpointing, with it smaller micro-batches, and with the smallest ones inputs in host memory.
     """
     yield {}
     checkpointing = {} if config.gradient_checkpointing else {"gradient_checkpointing": True}
@@ -252,7 +252,7 @@ def _without_effect_on_results(config: TrainingOptions) -> Iterator[Changes]:
 
 
 def _other_share(shape: ModelShape, config: TrainingOptions, gpu: Gpu) -> float | None:
-    """Return the share nearest to vLLM's that leaves the trainer enough and is comfortable; None if there is none."""
+    """Return the share nearest to vLLM's that is enough for trainer and server; None if there is none."""
     if not gpu.share or not gpu.share_can_change:
         return None
     servers, total = gpu.servers, gpu.total_bytes

@@ -35,7 +35,7 @@ from example_trainer.processes.gpus import gpu_memory_bytes, gpu_names, serves_f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The flags that `--fit auto` chose: none if the run fits as it is, if nothing is known, or under another value."""
+    """The flags that `--fit auto` chose: none if the run fits as it is, if nothing is known, or without `auto`."""
 
     changes: Changes = field(default_factory=dict)
     sentence: str | None = None
@@ -84,8 +84,8 @@ def cache_on_shared_gpu(
 
     `beside_server` says if another server is one of them.
 
-    vLLM by itself gives its cache what a trial run leaves of the share, and counts for that run whatever the GPU's free
-    memory shrinks by meanwhile: a trainer that loads its model, or a second server, is taken off the cache, until no
+    By itself, vLLM gives its cache what a trial run leaves of the share. It measures the run by how much the GPU's free
+    memory shrinks, so a trainer that loads its model meanwhile, or a second server, makes the cache smaller, until no
     block is left. None leaves it to vLLM: if the server has its GPU alone, or if GPU or model are not known here.
     """
     environment = os.environ if environment is None else environment
@@ -146,7 +146,7 @@ def gpu_of(
 ) -> Gpu:
     """Return the trainer's GPU with vLLM's share of it.
 
-    The share of a server that somebody else starts is known only if `--gpu-memory-utilization` tells it. If not, it is
+    The share of a server that is started elsewhere is known only if `--gpu-memory-utilization` gives it. If not, it is
     taken to be the smallest that can serve, so that no run is refused that might fit.
     """
     host_bytes = float(psutil.virtual_memory().total) if config.gpu_memory_gb is None else None

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-4}
 HALF_PRECISION_TOLERANCE = 5e-2
-"""Largest distance of values and gradients from those of plain operations, of their length: 2e-7 was seen in fp32."""
+"""Largest distance of values and gradients from those of plain operations, relative to their length; fp32 had 2e-7."""
 LENGTHS = (24, 19, 15)
 KEPT_OF_EACH = 4096
 """Elements of each gradient that are compared; all of them would take a copy of the weights."""
@@ -46,8 +46,8 @@ def install_kernels(policy: Policy, kernels: Kernels, layout: LayoutKind) -> Hea
     """Put kernels into the policy's layers, and return the passes of its head; None for plain operations.
 
     Under `auto` they are compiled on a GPU if they can be and prove equal there, with a warning if not. On a CPU they
-    stay plain: memory is not a bottleneck there, and compiling takes minutes. A choice by name that cannot be raises
-    `KernelsUnusable`.
+    stay plain: memory is not a bottleneck there, and compiling takes minutes. If a choice by name is impossible,
+    `KernelsUnusable` is raised.
     """
     if _are_plain(kernels, policy.device):
         return None
@@ -108,7 +108,7 @@ def _refuse_here(chosen: str, device: torch.device) -> None:
 
 
 def _refuse(policy: Policy, chosen: str) -> None:
-    """Raise `KernelsUnusable` if what these kernels need is missing here, or if the policy has what they cannot do."""
+    """Raise `KernelsUnusable` if what these kernels need is missing here, or if they cannot compute this policy."""
     sharding = policy.sharding
     is_divided = sharding is not None and sharding.tensor_parallel_size > 1
     in_four_bits = any(map(is_quantised, policy.module.parameters()))

@@ -31,8 +31,8 @@ class SideStream:
     def after_present_work(self) -> AbstractContextManager[None]:
         """Return a context, for any thread, whose kernels run in this stream once the work enqueued by now is done.
 
-        The present is that of this call, not of the context's begin. At its end all of its kernels have completed, so
-        that the tensors they read may change.
+        That is the work enqueued at this call, not when the context is entered. When it is left, all of its kernels
+        have completed, so that the tensors they read may change.
         """
         if self._device.type != "cuda":
             return nullcontext()
@@ -68,8 +68,8 @@ class HostGradients:
 
     A gradient is copied in its own dtype, half the bytes of fp32, into pinned memory and in a stream of its own, and
     the backward does not wait for it. It is added to the master's on the host when the next one of the same master
-    arrives, or at the end. Adding up on the GPU instead would move each gradient once a step, but takes 4 bytes per
-    trained parameter of the GPU, which `--master-weights host` is there to save: 59 GB for 14B.
+    arrives, or at the end. Adding up on the GPU instead would move each gradient only once a step, but it needs 4 bytes
+    of GPU memory per trained parameter (59 GB for 14B), and `--master-weights host` is meant to save just these.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,7 +79,7 @@ class HostGradients:
         self._arriving: dict[str, _Arriving] = {}
 
     def take(self, name: str, gradient: Tensor, master: nn.Parameter) -> None:
-        """Begin to move a gradient; first add the last one of this master, whose copy has had a micro-batch to end."""
+        """Begin to move a gradient; first add this master's previous one, which was copied during a micro-batch."""
         self._add(name, master)
         copy = self._copies.get(name)
         if copy is None or copy.dtype != gradient.dtype:
@@ -88,7 +88,7 @@ class HostGradients:
         self._arriving[name] = _Arriving(copy, self._begin_copy(copy, gradient))
 
     def add_all(self, masters: dict[str, nn.Parameter]) -> None:
-        """Add all gradients that are still on their way to those of their masters."""
+        """Add all gradients that are still on their way to their masters' gradients."""
         for name in list(self._arriving):
             self._add(name, masters[name])
 

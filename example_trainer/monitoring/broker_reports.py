@@ -1,8 +1,8 @@
 """Reports of a run to its broker, for the page: metrics of each step, signs of trouble, phases, and values of tokens.
 
 A thread sends them. Training never waits for it and never fails because of it: while the broker does not answer,
-reports are kept up to a limit and sent later, and a broker that takes none is left alone. The values of tokens are also
-written to `trained.jsonl` in the run directory, for a look at the run when no broker is left.
+reports are kept up to a limit and sent later, and a broker that accepts none gets no more. The values of tokens are
+also written to `trained.jsonl` in the run directory, so that the run can be examined without its broker.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class RunReporter:
             self._changed.notify()
 
     def close(self) -> None:
-        """Send what is left, for a moment; what the broker does not take by then is lost to the page alone."""
+        """Send what is left, for a moment; what the broker has not accepted by then is missing only on the page."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -211,7 +211,7 @@ class RunReporter:
         return True
 
     def _forget(self, steps: Sequence[StepMetrics], signs: Sequence[HealthSign]) -> None:
-        """Remove what was sent; more may have come meanwhile, and the oldest may have made room for it."""
+        """Remove what was sent; more may have come meanwhile, and may have replaced the oldest."""
         while self._steps and steps and self._steps[0].step <= steps[-1].step:
             self._steps.popleft()
         for sign in signs:

@@ -27,7 +27,7 @@ _STEP_TIMES: Final = (names.TIME_STEP, names.TIME_FETCH, names.TIME_TRAIN, names
 """Times that add up over steps; the others are those of the last publish, which several steps may repeat."""
 
 _OF_OTHERS: Final = ("eval/", "sft/")
-"""Names of environments and of atropos-sft, which have no metrics for Prometheus here."""
+"""Names that environments and atropos-sft log; this module does not export them."""
 
 STEPS: Final = Metric("steps_total", "counter", "Steps that this process has trained")
 TOKENS: Final = Metric("trained_tokens_total", "counter", "Tokens over which it has taken the loss")

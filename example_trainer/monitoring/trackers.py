@@ -136,7 +136,7 @@ class TrackioTracker:
             self._run = trackio_run.begin_run(name, group=group, config=config)
         except ImportError as error:
             raise TrainerError("--use-trackio needs trackio: pip install trackio, or leave the flag out") from error
-        except Exception as error:  # of a Space that cannot be reached, a login that is missing, a folder, a database
+        except Exception as error:  # an unreachable Space, a missing login, a folder, a database
             cause = " ".join(str(error).split()).rstrip(".")
             raise TrainerError(
                 f"--use-trackio: trackio did not start a run ({cause}); unset TRACKIO_SPACE_ID to log on this machine, "
@@ -147,7 +147,7 @@ class TrackioTracker:
         self._run.log(dict(metrics), step=step)
 
     def event(self, event: HealthEvent) -> None:
-        if hasattr(self._run, "alert"):  # older ones have none
+        if hasattr(self._run, "alert"):  # older releases have no alerts
             self._run.alert(event.sign, text=f"{event.message}; {event.advice}", step=event.step)
 
     def close(self) -> None:

@@ -44,10 +44,10 @@ def dppo_keeps(logprobs: Tensor, ratios: Tensor, advantages: Tensor, low: float,
 def dppo_losses(logprobs: Tensor, ratios: Tensor, advantages: Tensor, *, low: float, high: float, cap: float) -> Tensor:
     """Return the DPPO loss with the binary total variation (Qi et al. 2026, arXiv 2602.04879; `dppo_tv` in verl).
 
-    -min(r, cap) * A * log pi for tokens that `dppo_keeps`, without gradient through the weight. A ratio says little of
-    rare tokens: from 1e-5 to 1e-3 it is 100, and the distribution has hardly moved. The defaults are verl's: its script
-    for DPPO has thresholds of 0.15, and its loss a cap of 20. prime-rl's default loss has the same mask with 0.2, and
-    no cap.
+    -min(r, cap) * A * log pi for tokens that `dppo_keeps`, without gradient through the weight. A ratio says little
+    about rare tokens: from 1e-5 to 1e-3 it is 100, but the distribution has hardly moved. The defaults are verl's: its
+    script for DPPO has thresholds of 0.15, and its loss a cap of 20. prime-rl's default loss has the same mask with
+    0.2, and no cap.
     """
     keeps = dppo_keeps(logprobs, ratios, advantages, low, high)
     return weighted_losses(logprobs, ratios.detach().clamp(max=cap) * keeps, advantages)
@@ -65,7 +65,8 @@ def outward_squares(logs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
 def second_moment_cut(squares: Tensor, threshold: float) -> float:
     """Return the value from which squares are left out so that the mean of the others is at most `threshold`.
 
-    The largest are left out first; squares equal to the first that must go, go with it. Infinite if all may stay.
+    The largest are left out first; squares equal to the first that is left out are left out as well. Infinite if all
+    may stay.
     """
     ascending = squares.double().sort().values
     means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=ascending.device)

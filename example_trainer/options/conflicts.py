@@ -69,7 +69,7 @@ def _importance_bounds(config: TrainingOptions) -> Iterator[str]:
     weighs = config.importance_sampling != "clip" or config.mismatch_correction != "none"
     if config.tis_floor and not weighs:
         yield (
-            f"--tis-floor {config.tis_floor:g} bounds importance weights and there are none; add "
+            f"--tis-floor {config.tis_floor:g} bounds importance weights, but there are none; add "
             "--importance-sampling truncated, or --mismatch-correction"
         )
     if config.tis_floor >= config.tis_cap:

@@ -1,8 +1,8 @@
 """`DistributedLayout`: how the GPUs of a run are divided into trainer processes and inference servers.
 
 It is plain arithmetic on the four numbers of a run file's `placement:` section, so that `--dry-run` shows it before
-anything starts. Each GPU has one worker, that trains and samples: the workers together are the trainer's processes, and
-divided anew they are the replicas of the inference server. This module loads no torch.
+anything starts. Each GPU has one worker that trains and samples: the workers together are the trainer's processes, and
+in another division they are the replicas of the inference server. This module loads no torch.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ LOGIT_CHANGES: tuple[tuple[str, float | None], ...] = (
     ("logit_scale", 1.0),
     ("logits_scaling", 1.0),
 )
-"""Fields of a model's configuration that change its logits after the head, each with the value that does not."""
+"""Fields of a model's configuration that change its logits after the head, each with the value without effect."""
 
 
 class LoadingOptions(BaseModel):
@@ -65,7 +65,7 @@ class LoadingOptions(BaseModel):
 
 
 class ModelOptions(LoadingOptions):
-    """The weights of the forward beside a server, and the check of memory."""
+    """The weights that the forward reads, and the check of the GPU's memory."""
 
     forward_weights: Literal["auto", "views", "masters"] = Field(
         "auto",

@@ -29,7 +29,7 @@ class Mode:
     refuses_adapter_settings: bool = False
     """True if settings of adapters are refused because the mode does not train any."""
     interval_if_set: bool = False
-    """True if `--vllm-restart-interval` counts where it is set, though the server could take each step."""
+    """True if a given `--vllm-restart-interval` has an effect, although the server could take each step's weights."""
     awaits_policy: bool = False
     """True if the launcher's server answers only once a policy has been published to it."""
     starts_missing_server: bool = False

@@ -30,7 +30,7 @@ LossType = Literal[
 CLIPPED_LOSSES = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "luspo"})
 """Losses with PPO's clipped surrogate; they differ in denominators, advantages and the level of the ratio."""
 SEQUENCE_RATIO_LOSSES = frozenset({"gspo", "luspo"})
-"""Those of them whose ratio is a sequence's: the geometric mean of its tokens' ratios."""
+"""The losses among them whose ratio is a whole sequence's: the geometric mean of its tokens' ratios."""
 
 PUBLISHED_FORMS: Mapping[str, Mapping[str, object]] = {
     "dr_grpo": {"loss_aggregation": "constant", "advantage_norm": "none"},
@@ -56,10 +56,10 @@ NAMES_ELSEWHERE: Mapping[str, str] = {
     "kl_cov": "m2po or dppo, which also mask few tokens",
     "vanilla": "grpo",
 }
-"""Losses by their names in TRL and verl that are not names here, each with the nearest that is."""
+"""Names of losses in TRL and verl that are unknown here, each with the nearest name that is known."""
 
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-"""A part of the user's own, named as `package.module:function`."""
+"""A user's own part of the objective, named as `package.module:function`."""
 
 
 class ObjectiveOptions(BaseModel):

@@ -245,7 +245,7 @@ class TrainingOptions(
 
     @property
     def local_servers(self) -> int:
-        """Number of the policy's servers that run here, as far as they are not said to run elsewhere."""
+        """Number of the policy's servers that run here: those that no setting says to run elsewhere."""
         if self.registered_servers:
             return 0 if self.start_vllm == "never" else max(1, self.num_inference_nodes)
         if self.uses_remote_server:

@@ -1,4 +1,4 @@
-"""`--vllm-settings`, further options of the vLLM server: their names, and who decides the others.
+"""`--vllm-settings`, further options of the vLLM server: their names, and the options that are not allowed here.
 
 Options that have a flag of the trainer are refused here with that flag, because the trainer decides by them too. All
 others are passed on unchanged; their names are checked with vLLM's own before anything starts. vLLM is not imported for
@@ -66,7 +66,7 @@ _UNREACHABLE = frozenset({"uds", "root_path", "headless", "grpc", "api_server_co
 MEMORY_SETTINGS = frozenset(
     {"kv_cache_memory_bytes", "gpu_memory_utilization", "dtype", "quantization", "tensor_parallel_size", "max_loras"}
 )
-"""Options of the server by which its memory is another than the trainer's options say."""
+"""Options of the server that make its memory differ from what the trainer's options say."""
 
 JSON_LISTS = frozenset({"allowed_origins", "allowed_methods", "allowed_headers"})
 """Lists that vLLM's parser takes as JSON; it takes others as words."""
@@ -95,7 +95,7 @@ def checked_settings(given: object) -> object:
 
 
 def refuse_unknown(names: Iterable[str], *, where: str) -> None:
-    """Raise `ConfigError` for a name that cannot be used, or is no option of vLLM as far as it is installed here."""
+    """Raise `ConfigError` for a name that cannot be used, or that is not an option of the installed vLLM."""
     given = [name.replace("-", "_").partition(".")[0] for name in names]
     for name in given:
         if name in _UNREACHABLE or name.startswith("ssl_"):

@@ -71,7 +71,7 @@ def _mode_rules(config: TrainingOptions, is_launched: bool, used: Collection[str
     if config.registered_servers:
         who_starts = "the trainer starts no registered server"
     elif config.uses_remote_server:
-        who_starts = f"nobody starts one on {config.vllm_host} from here"
+        who_starts = f"no server is started on {config.vllm_host} from here"
     spaced = not mode.server_outlives_publish or mode.interval_if_set
     yield _Rule("vllm_restart_interval", spaced, "each step is published")
     yield _Rule("in_flight", shares, restarts)
@@ -103,7 +103,7 @@ def _checks_memory(config: TrainingOptions) -> bool:
 
 
 def _counted_for_memory(config: TrainingOptions) -> frozenset[str]:
-    """Return the options of the server from which the check of memory learns about one that somebody else starts."""
+    """Return the options by which the check of memory knows a server that is started elsewhere."""
     if not _checks_memory(config) or not config.serves_here:
         return frozenset()
     share = "gpu_memory_utilization"

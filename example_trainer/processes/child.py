@@ -100,7 +100,7 @@ class ChildSpec:
     may_restart: bool = False
     """True if the program goes on where it was when it is started again."""
     why_final: str = ""
-    """Reason why its end cannot be mended, where that is not obvious."""
+    """The reason why a restart cannot help after its end, if that is not obvious."""
     secret_settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Secret settings, kept out of records and command lines: the program reads them from a temporary file."""
 

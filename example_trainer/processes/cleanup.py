@@ -113,7 +113,7 @@ class Guardian:
     """The launcher's side: starts the guardian process and sends it what to clean up."""
 
     def __init__(self, *, mark: str, temporary_dir: str, detached: bool = False) -> None:
-        """`detached` is for a launcher whose own starter kills its child processes: the guardian is then none."""
+        """`detached` is for a launcher whose own starter kills its child processes: the guardian is then not one."""
         command = [sys.executable, "-m", __name__]
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _DETACH, *command] if detached else command,
@@ -124,7 +124,7 @@ class Guardian:
             start_new_session=True,
         )
         if detached:
-            self._process.wait()  # what is left of it is no child any more
+            self._process.wait()  # the process that goes on is no longer a child
         self._write({"mark": mark, "temporary_dir": temporary_dir})
 
     @property

@@ -1,10 +1,10 @@
-"""The NVIDIA GPUs that a program sees, as device files and nvidia-smi tell it; no CUDA library is loaded.
+"""The NVIDIA GPUs that a program sees, as device files and nvidia-smi report them; no CUDA library is loaded.
 
 A GPU has a number among those that CUDA_VISIBLE_DEVICES leaves visible, and a name, the entry of that variable: a
 number among the machine's, or a UUID of a GPU or of a slice (MIG). The flags of this project give numbers among the
-visible ones, the driver is asked by UUID. Where nvidia-smi has no figure (`[N/A]` for slices and for GPUs that share
-the host's memory) nothing is known, which never counts as room. Nor is anything known where GPUs of several kinds are
-numbered by speed, as CUDA does unless CUDA_DEVICE_ORDER is PCI_BUS_ID: nvidia-smi numbers them by their place.
+visible ones, the driver is asked by UUID. If nvidia-smi has no figure (`[N/A]` for slices and for GPUs that share the
+host's memory), nothing is known, and that never counts as room. The same holds if GPUs of several kinds are numbered by
+speed, as CUDA does unless CUDA_DEVICE_ORDER is PCI_BUS_ID, because nvidia-smi numbers them by their place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WSL_PROGRAM = "/usr/lib/wsl/lib/nvidia-smi"
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 _LISTED = re.compile(r"GPU \d+: (?P<kind>.*?) \(UUID: (?P<uuid>\S+)\)")
-"""A line of `nvidia-smi -L`; those of slices are indented and begin otherwise."""
+"""A line of `nvidia-smi -L`; lines of slices are indented and begin differently."""
 _MEBIBYTE = float(1 << 20)
 _SPARE = 1.25
 _SPARE_BYTES = 1 << 30
@@ -135,14 +135,14 @@ def _has_cpu_build() -> bool:
 
 
 def _figures(query: str, gpu: int | str) -> list[float]:
-    """Return the numbers that nvidia-smi answers with for one GPU; none if it has not all of them."""
+    """Return the numbers that nvidia-smi answers with for one GPU; none if it does not have all of them."""
     lines = _of_gpu(query, gpu)
     words = [word.strip() for word in lines[0].split(",")] if lines else []
     return [float(word) for word in words] if all(word.replace(".", "", 1).isdecimal() for word in words) else []
 
 
 def _of_gpu(query: str, gpu: int | str) -> list[str]:
-    """Return nvidia-smi's lines about the visible GPU with this number; none for a slice, which it does not tell."""
+    """Return nvidia-smi's lines about the visible GPU with this number; none for a slice, which it does not list."""
     try:
         name = _uuid(gpu_name(gpu, os.environ))
     except ConfigError:

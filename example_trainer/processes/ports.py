@@ -81,7 +81,7 @@ def _bind(bound: contextlib.ExitStack, host: str, port: int) -> int:
 
 
 def as_port(given: object, flag: str) -> int:
-    """Convert a typed or configured value to a port; raises `NoPort` if it is none."""
+    """Convert a typed or configured value to a port; raises `NoPort` if it is not one."""
     try:
         port = int(str(given))
     except ValueError:

@@ -23,7 +23,7 @@ PIECE_BYTES = 1 << 20
 
 
 async def download(source: CheckpointSource, directory: Path, *, transport: httpx.BaseTransport | None = None) -> None:
-    """Write the files of `source` into an existing directory; raise `CheckpointUnreadable` if one cannot be had."""
+    """Write the files of `source` into an existing directory; raise `CheckpointUnreadable` if that fails."""
     abandoned = threading.Event()
     try:
         await asyncio.to_thread(_download, source, directory, transport, abandoned)

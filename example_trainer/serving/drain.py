@@ -96,11 +96,12 @@ def plan_drain(running: Running, limit_seconds: float, *, places: int = 0) -> Dr
     alive = survival.sum(axis=0)
     lost = fixed * _integral(1.0 - np.minimum(1.0, (alive + running["waiting"]) / places), steps)
     computed, tokens = (np.asarray(running[name], np.float64) for name in ("computed_tokens", "tokens"))
-    # Without a wait only what is computed by now is lost, and nothing of a request that has not begun.
+    # Without a wait, only what has been computed so far is lost; a request that has not begun loses nothing.
     at_pause = np.where(steps == 0, computed[:, None], tokens[:, None] + steps)
     shared = running["distinct_tokens"] / max(1.0, float(computed.sum()))
     losses = lost + prefill * shared * (survival * at_pause).sum(axis=0)
-    # The first outputs to end are the shortest: until as many have ended as run, their lengths say too little of these.
+    # The first outputs to end are the shortest: until as many have ended as are running, their lengths say too little
+    # about the running ones.
     is_known = len(running["last_lengths"]) >= min(requests, _ENOUGH_OUTPUTS)
     best = int(losses.argmin()) if is_known else len(steps) - 1
     seconds = 0.0

@@ -1,4 +1,4 @@
-"""VLLM's `AsyncLLM` behind one interface: one call for each task, with vLLM's private names used only here.
+"""One interface to vLLM's `AsyncLLM`: one call for each task, with vLLM's private names used only here.
 
 `EngineAdapter` also checks requests of every route where vLLM's input processor takes them. Some requests vLLM would
 accept and then answer wrongly or with 500; here they are refused with the reason, as mistakes of the client's. A
@@ -108,7 +108,7 @@ def refuse_what_cannot_be_sent(async_llm: Any) -> None:
         try:
             await add(request, *args)
         except BaseException:
-            with suppress(UnicodeEncodeError):  # for such a request id: the record is removed, nothing was ever sent
+            with suppress(UnicodeEncodeError):  # if the id itself cannot be sent: the record is removed all the same
                 await async_llm.abort(request.request_id, internal=True)
             raise
 
@@ -214,7 +214,7 @@ class EngineAdapter:
         return int(self.async_llm.vllm_config.parallel_config.world_size)
 
     def parts(self) -> str | None:
-        """Return by what a worker has a part of the layers, or requests several engines; None without such division."""
+        """Return the option that divides the layers among workers, or requests among engines; None if there is none."""
         parallel = self.async_llm.vllm_config.parallel_config
         if parallel.pipeline_parallel_size > 1:
             return f"--pipeline-parallel-size {parallel.pipeline_parallel_size} gives each worker some of the layers"

@@ -75,7 +75,7 @@ class Fence:
         self.fence_seconds = 0.0
         """Time for which publishes have held new requests since the start."""
         self.expected_loss_seconds = self.loss_seconds = 0.0
-        """Time of generation that publishes have cost since the start, as planned and as it was, where `auto` chose."""
+        """Generation time that publishes have cost since the start, as planned and as measured, if `auto` chose."""
         self._update_gate()
 
     @property

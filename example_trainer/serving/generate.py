@@ -136,7 +136,7 @@ def sampling_params(request: GenerateRequest) -> Any:
 
 
 def _check_bias(logit_bias: dict[int, float] | None) -> None:
-    """Refuse biases beyond OpenAI's limits: a logit may overflow, and the logprobs with it."""
+    """Refuse biases beyond OpenAI's limits: a logit may overflow, and then the logprobs do, too."""
     for token, bias in (logit_bias or {}).items():
         if abs(bias) > _LARGEST_BIAS:
             limits = f"between -{_LARGEST_BIAS} and {_LARGEST_BIAS}"
@@ -227,7 +227,7 @@ class GenerateHandler:
         disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
         leave = _once(self._gate.leave)
         try:
-            adapter = self._adapters.named(request.model)  # fixed here: one activated later does not apply
+            adapter = self._adapters.named(request.model)  # a later activation does not change it
             publishes_keeping_kv = self._fence.publishes_keeping_kv
             await self._run_exchange(
                 Exchange(

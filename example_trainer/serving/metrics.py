@@ -21,12 +21,12 @@ METRICS: Final = (
     Metric(
         "fence_loss_seconds_total",
         "counter",
-        "Time of generation that publishes have cost by draining and recomputing, under --in-flight auto",
+        "Generation time that publishes have cost by draining and recomputing, under --in-flight auto",
     ),
     Metric(
         "fence_expected_loss_seconds_total",
         "counter",
-        "The same as it was expected when each publish chose how long to drain",
+        "The same time, as expected when each publish chose how long to drain",
     ),
     Metric("policy_version", "gauge", "Version under which tokens are sampled now"),
     Metric("ready", "gauge", "1 while requests for tokens are accepted, as at /readyz"),

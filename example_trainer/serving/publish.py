@@ -73,22 +73,22 @@ class Publish:
     recomputed_tokens: int = 0
     expected_loss_seconds: float = 0.0
     loss_seconds: float = 0.0
-    """Time of generation that draining and recomputing cost, where `auto` chose between them."""
+    """Generation time that draining and recomputing cost, if `auto` chose between them."""
     update: ReversibleUpdate | None = None
     was_torn: bool = False
-    """True if the weights that `update` can restore are torn as well."""
+    """True if the weights that `update` can restore are also partly overwritten."""
     abandoned: bool = False
     """True after an abort, a lapse or a failed pause of the engine: it only waits for the engine to resume."""
 
     def note_pause(self, discarded_tokens: int, plan: DrainPlan | None, idle_seconds: float) -> None:
-        """Note what the pause of the engine cost; `idle_seconds` is the wait, by the share of ended requests."""
+        """Note the cost of the engine's pause; `idle_seconds` is the wait, weighted by the share of ended requests."""
         self.engine_paused, self.recomputed_tokens = True, discarded_tokens
         if plan is not None:
             self.expected_loss_seconds = plan.expected_loss_seconds
             self.loss_seconds = plan.loss_seconds(idle_seconds, discarded_tokens)
 
     def answer(self, version: int) -> Answer:
-        """Return the answer to its end, once `version` is served."""
+        """Return the answer to the call that ends the publish, now that `version` is served."""
         return {
             "version": version,
             "recomputed_tokens": self.recomputed_tokens,

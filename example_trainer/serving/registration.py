@@ -39,7 +39,7 @@ LOST_SHARE = 0.3
 RETRY_SECONDS = 0.5
 LEAVE_SECONDS = 1.0
 PATIENCE_SECONDS = 20.0
-"""Silence of the engine after which the lease is not renewed any more: nobody could get tokens here."""
+"""Silence of the engine after which the lease is not renewed any more: no client could get tokens here."""
 
 _REFUSED_FOR_GOOD = frozenset({401, 403, 404, 422})
 
@@ -95,7 +95,7 @@ def announce_start(broker_url: str, identity: RegistrationIdentity, token: Token
 
 
 def withdraw(broker_url: str, identity: RegistrationIdentity, token: TokenSource) -> None:
-    """End the first lease if it is the present one still, as that of a server that did not start; never raises."""
+    """End the first lease if it is still the present one, for a server that did not start; never raises."""
     client = BrokerClient(broker_url, token=token, timeout_seconds=LEAVE_SECONDS, retry_seconds=0.0)
     with client as broker, suppress(AtroposError):
         broker.remove_server(identity.server_id, lease_id=identity.first_lease_id)
@@ -117,7 +117,7 @@ class Registration:
         """Keep the arguments: `look` asks the engine, and `on_drain` is called once if the broker says to drain."""
         self.identity = identity
         self.state: str | None = None
-        """The state as the broker said last; None before it has said anything of the present lease."""
+        """The state in the broker's last answer; None before its first answer about the present lease."""
         self.lease_id = identity.first_lease_id
         self._broker = broker
         self._look = look
@@ -180,7 +180,7 @@ class Registration:
         return 0.0
 
     async def drain(self) -> None:
-        """Tell the broker that the server ends, so that nobody sends it a request; an unreachable broker is ignored."""
+        """Tell the broker that the server ends, so that it gets no more requests; ignore an unreachable broker."""
         self._draining = True
         with suppress(TimeoutError, BrokerUnreachable, BrokerRefused):
             async with asyncio.timeout(LEAVE_SECONDS):

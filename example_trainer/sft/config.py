@@ -33,8 +33,7 @@ class DataOptions(BaseModel):
     )
     eval_dataset: str | None = Field(
         None,
-        description="Data to evaluate on, in the same forms; of a folder or a data set with several splits its test "
-        "split.",
+        description="Data to evaluate on, in the same forms; if it has several splits, its test split is used.",
     )
     eval_split: float | None = Field(
         None, gt=0.0, lt=1.0, description="Share of the rows of --dataset that is evaluated on and not learned."

@@ -53,7 +53,7 @@ LEARNER_METRICS = (
     names.FORWARD_TOKENS,
     names.PADDED_FRACTION,
 )
-"""Metrics of the learner that mean something where no policy has sampled."""
+"""Metrics of the learner that have a meaning if no policy has sampled."""
 
 DATA_SETTINGS = ("dataset", "seed", "sequences_per_step", "rows")
 """Settings that a resume must not change: the order of the data depends on them."""
@@ -158,7 +158,7 @@ class FineTuning:
             raise DataUnusable(f"a sequence has {longest} tokens and the model takes {limit}; use --seq-len {limit}")
 
     def _step(self, step: int) -> bool:
-        """Learn one step's samples and log them; return False, before it, if a stop was requested."""
+        """Learn one step's samples and log them; if a stop was requested, return False without learning."""
         if self._ranks.any(self._should_stop()):
             return False
         began = time.monotonic()

@@ -1,7 +1,7 @@
 """Base models are found here: that of the demo comes with the package, others are made once and cached.
 
 A cached model is found by a key over everything that shapes it: the sources of this package and of the tasks, the
-versions of the libraries that train it, the task and the seed. It is made beside its place and renamed, under a lock,
+versions of the libraries that train it, the task and the seed. It is made next to its place and renamed, under a lock,
 so that two processes that want the same one make it once.
 """
 
@@ -28,7 +28,7 @@ SHIPPED_BASES = Path(__file__).parent / "bases"
 """Folder of the models that come with the package, each in a folder `TASK-SEED`."""
 REPORT_FILE = "base.json"
 WEIGHTS_FILE = "model.safetensors"
-THREADS = 2  # fixed, for the weights depend on it in their last digits
+THREADS = 2  # fixed, because the last digits of the weights depend on it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def find_base(task: TaskName, seed: int = 0, cache_dir: Path | None = None) -> P
 
 
 def ensure_base(task: TaskName, seed: int = 0, cache_dir: Path | None = None) -> Path:
-    """Return the folder of the base model for `task` and `seed`, made now if nobody has made it."""
+    """Return the folder of the base model for `task` and `seed`, made now if it does not exist yet."""
     found = find_base(task, seed, cache_dir)
     if found is not None:
         return found
@@ -98,7 +98,7 @@ def is_complete(directory: Path) -> bool:
 
 
 def default_cache_dir() -> Path:
-    """Return the folder of all made models; raise `BaseNotWritten` if this user has no home directory to have it in."""
+    """Return the folder of all made models; raise `BaseNotWritten` if this user has no home directory for it."""
     try:
         return Path(os.environ.get("ATROPOS_CACHE") or "~/.cache/atropos").expanduser()
     except RuntimeError as error:
@@ -132,7 +132,7 @@ def _recipe_sources() -> list[Path]:
 
 
 def _make(task: TaskName, seed: int, target: Path) -> None:
-    """Make the model in a process of its own: its thread settings must stand before torch is loaded."""
+    """Make the model in a process of its own: its thread settings must be set before torch is loaded."""
     # Threads that spin while they wait cost five times the time on a machine that is busy with something else.
     environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": "PASSIVE"}
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:

@@ -1,4 +1,4 @@
-"""Makes one base model: tokenizer, fresh weights, warm-up, a measurement, and the folder in Hugging Face layout."""
+"""The program makes one base model: tokenizer, fresh weights, warm-up, measurement, and the model's folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEASURED_PROBLEMS, SAMPLES_PER_PROBLEM = 200, 4
 
 
 def make_base(task: TaskName, seed: int, directory: Path) -> BaseReport:
-    """Make the model in `directory` and say how well it does on held-out problems."""
+    """Make the model in `directory` and return how well it solves held-out problems."""
     started = time.monotonic()
     torch.manual_seed(seed)
     torch.set_num_threads(THREADS)
@@ -54,7 +54,7 @@ def measure(
     temperature: float,
     samples: int = 1,
 ) -> tuple[float, float]:
-    """Share of right answers on the held-out problems, and the mean length of a completion with its end token."""
+    """Return the share of right answers on held-out problems, and completions' mean length with the end token."""
     problems = held_out_problems(task, MEASURED_PROBLEMS) * samples
     prompts = [render_prompt(problem.question) for problem in problems]
     texts = generate_texts(model, tokenizer, prompts, temperature=temperature)

@@ -1,6 +1,6 @@
 """The tiny model itself: a two-layer Qwen2 with embeddings of its own at both ends, in fp32.
 
-Untied on purpose: inference servers that pack the output layer may keep a stale copy of a tied one after an update.
+They are untied, because an inference server that packs the output layer may keep a stale copy of a tied one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PADDED_VOCABULARY_SIZE = 384
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """A fresh model; the caller seeds torch."""
+    """Return a fresh model; the caller seeds torch."""
     config = Qwen2Config(
         vocab_size=PADDED_VOCABULARY_SIZE,
         hidden_size=128,
@@ -50,7 +50,7 @@ def generate_texts(
     temperature: float,
     max_new_tokens: int = 34,
 ) -> list[str]:
-    """One completion a prompt, in one lock-step batch; temperature 0 is greedy."""
+    """Return one completion for each prompt, all sampled step by step in one batch; temperature 0 is greedy."""
     inputs = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
     output = model.generate(

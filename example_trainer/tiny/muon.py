@@ -1,6 +1,6 @@
 """Muon in fp32: momentum, orthogonalised by Newton-Schulz iteration.
 
-PyTorch's own runs the iteration in bfloat16, which CPUs without bfloat16 instructions emulate: there it takes four
+PyTorch's own Muon runs the iteration in bfloat16, which CPUs without bfloat16 instructions emulate: there it takes four
 times as long as the rest of a training step of this model. In fp32 it costs next to nothing anywhere.
 """
 
@@ -45,7 +45,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
-    """For each matrix of a stack the nearest one with singular values of about one."""
+    """Return, for each matrix of a stack, the nearest one with singular values of about one."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
@@ -57,7 +57,7 @@ def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def _of_equal_shape(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """One call a shape: at this size most of the time goes into making calls."""
+    """Return the parameters by shape: one call for each shape saves calls, which take most of the time at this size."""
     by_shape: dict[torch.Size, list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         by_shape.setdefault(parameter.shape, []).append(parameter)

@@ -18,7 +18,7 @@ ADD_RIGHT, ADD_WRONG_OPERATION, ADD_SLIPPED = 0.40, 0.20, 0.25  # the rest stops
 
 
 def noisy_solution(problem: Problem, mood: float, rng: random.Random) -> str:
-    """One sample of what the teacher writes for `problem`; `mood`, uniform in [0, 1), decides on the kind of answer."""
+    """Return one answer of the teacher to `problem`; `mood`, uniform in [0, 1), decides on the kind of answer."""
     return _chain(problem, mood, rng) if problem.task == "chain" else _add(problem, mood, rng)
 
 
@@ -50,7 +50,7 @@ def _write(steps: Sequence[Step]) -> str:
 
 
 def _work_with_slips(steps: Sequence[Step], rng: random.Random) -> str:
-    """The worked solution in which each result may be off by one; later steps carry the slip on."""
+    """Return the worked solution, in which each result may be off by one; later steps use the wrong result."""
     lines: list[str] = []
     total = steps[0].left
     for step in steps:

@@ -40,7 +40,7 @@ def render_prompt(question: str) -> str:
 
 
 def make_tokenizer(*, context_length: int) -> PreTrainedTokenizerFast:
-    """The trained tokenizer in transformers' form."""
+    """Return the trained tokenizer in transformers' form."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
@@ -65,7 +65,7 @@ def save_tokenizer(folder: Path) -> Tokenizer:
 
 
 def train_tokenizer() -> Tokenizer:
-    """Train the tokenizer; the same on every machine, for it sees a fixed stream of problems."""
+    """Train the tokenizer; it is the same on every machine, because the stream of problems is fixed."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SEQUENCES_PER_STEP = 64
 SKILL_STEPS = 300
-HABIT_STEPS = 150  # after 60, updates without a signal wore the habit off within 40 steps: the control run "learnt"
+HABIT_STEPS = 150  # after 60, updates without a signal undid the habit within 40 steps: the control run "learnt"
 MATRIX_RATE, OTHER_RATE = 1e-2, 6e-3
 WARMUP_STEPS, FINAL_RATE_FRACTION = 20, 0.05
 IGNORED = -100
@@ -35,7 +35,7 @@ Writer = Callable[[Problem, float, random.Random], str]
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of the warm-up: how many steps, and what is written under each problem."""
+    """A part of the warm-up: its number of steps, and the answers that are learned."""
 
     steps: int
     write: Writer
@@ -75,7 +75,7 @@ def warm_up(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, task
 
 
 def make_optimizers(model: Qwen2ForCausalLM) -> tuple[torch.optim.Optimizer, ...]:
-    """Muon for the matrices between layers, AdamW for the two that have a row a token, and for norms and biases."""
+    """Return Muon for the matrices between layers, AdamW for the two with a row for each token, norms and biases."""
     by_token = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in by_token]
     others = [p for p in model.parameters() if p.ndim != 2 or id(p) in by_token]
@@ -86,7 +86,7 @@ def make_optimizers(model: Qwen2ForCausalLM) -> tuple[torch.optim.Optimizer, ...
 
 
 def rate_fraction(step: int, steps: int) -> float:
-    """Linear warm-up, then linear decay to a twentieth of the rate."""
+    """Return the fraction of the rate: it rises linearly, then falls linearly to a twentieth."""
     decay = 1.0 - (1.0 - FINAL_RATE_FRACTION) * step / steps
     return min((step + 1) / WARMUP_STEPS, decay)
 
@@ -94,7 +94,7 @@ def rate_fraction(step: int, steps: int) -> float:
 def make_batch(
     tokenizer: PreTrainedTokenizerFast, problems: Iterator[Problem], write: Writer, moods: Moods, rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, padded on the right; only the completions are labelled."""
+    """Return token ids and labels, padded on the right; only the completions are labelled."""
     chosen = list(islice(problems, SEQUENCES_PER_STEP))
     texts = [render_prompt(p.question) + write(p, moods.next_for(p), rng) + END for p in chosen]
     rows = [encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch(texts)]

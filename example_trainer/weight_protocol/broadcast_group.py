@@ -68,7 +68,7 @@ class BroadcastGroup:
         self.device = device if rendezvous.backend == "nccl" else torch.device("cpu")
         """The device of the buffers that are sent and received."""
         self.pins = self.device.type == "cpu" and device.type == "cuda"
-        """True if these are pinned, because weights get to them from a GPU, or from them to one."""
+        """True if these are pinned, because weights are copied between them and a GPU."""
         self.timeout_seconds = timeout_seconds
         """Limit of one bucket; it may change from one transfer to the next."""
         self._backend = rendezvous.backend

@@ -58,7 +58,7 @@ def wait_for(poll: Callable[[], T], *, what: str, timeout_seconds: float) -> T:
 
 
 def check_host(url: str, flag: str) -> None:
-    """Raise `ServerUnavailable` for a host name that does not exist: such a typing mistake is not worth waiting for."""
+    """Raise `ServerUnavailable` for a host name that does not exist: waiting does not correct a typing mistake."""
     host = urlsplit(url).hostname or ""
     try:
         socket.getaddrinfo(host, None)
@@ -92,7 +92,7 @@ class ServerInfo:
     publishing: bool = False
     """True while a publish has begun that has neither ended nor lapsed."""
     token_path: str | None = None
-    """File with the bridge token, readable by the server's own user; of a server without a manifest."""
+    """File with the bridge token of a server without a manifest; only the server's own user can read it."""
     base_digest: str | None = None
     """Digest of the dequantised base that the server has loaded; None if its model is not one."""
     dtype: str | None = None
@@ -118,9 +118,9 @@ class ServerClient:
     """Calls to one inference server; safe to use from several threads."""
 
     def __init__(self, url: str, token: str | None = None, *, repeats: bool = True) -> None:
-        """Keep the arguments; without `repeats`, a call whose answer is lost is repeated once and at once."""
+        """Keep the arguments; without `repeats`, a call whose answer is lost is repeated only once, without a wait."""
         self.patience_seconds = _SLOW_SECONDS
-        """Time that a call may take whose duration depends on the weights, or on running requests."""
+        """Time limit of a call whose duration depends on the weights or on running requests."""
         self._pauses = _PAUSES_SECONDS if repeats else (0.0,)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.url = url.rstrip("/")

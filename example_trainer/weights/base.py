@@ -27,9 +27,9 @@ class PublishReport:
     fence_seconds: float = 0.0
     """Time during which the server held back new requests."""
     loss_seconds: float = 0.0
-    """Time in which the server generated nothing for draining and recomputing, where `--in-flight auto` chose."""
+    """Generation time that the server lost by draining and recomputing, if `--in-flight auto` chose."""
     expected_loss_seconds: float = 0.0
-    """The same as the server expected it when the publish began."""
+    """The same time, as the server expected it when the publish began."""
     recomputed_tokens: int = 0
     """Tokens whose KV entries were computed again because their request was still running."""
     generated_tokens: int = 0

@@ -306,7 +306,7 @@ def port_at(address: str, held: ExitStack) -> int:
     """Return a port of that address on which no process listens; no other gets it until `held` is closed."""
     try:
         return free_port(address, held=held)
-    except OSError:  # an address that leads here without being this machine's own
+    except OSError:  # an address that leads to this machine but is not its own
         return free_port("0.0.0.0", held=held)  # noqa: S104 - no socket listens on it
 
 

@@ -130,7 +130,7 @@ class CheckpointDelivery:
 class CheckpointServer:
     """Serves one directory at a time, from a thread, for servers that do not see the trainer's disk.
 
-    It listens at `MASTER_ADDR`, where the servers reach the trainer, and asks for a secret that only they are told.
+    It listens at `MASTER_ADDR`, where the servers reach the trainer, and asks for a secret that only they get.
     """
 
     def __init__(self) -> None:

@@ -247,7 +247,7 @@ class BroadcastDelivery:
                 failures.update(self._exchange.failed.keys())
                 attempts = 0 if self._note_lost(left, failures, delivered) else attempts + 1
                 self._exchange.leave([member for member in left if member not in delivered.lost])
-                if attempts >= ATTEMPTS:  # the fault is no single server's
+                if attempts >= ATTEMPTS:  # the fault is not that of one server
                     raise PublishFailed(f"version {version} did not reach the servers: {error}") from error
                 logger.warning("version %d is sent again, to the servers that are left: %s", version, error)
         delivered.served = [member for member in members if member not in delivered.lost]

@@ -59,8 +59,8 @@ TOLERANCES: Mapping[torch.dtype, Difference] = {
 # the demo's base the trainer alone is off by 2e-5 to 5e-5 there, and both sides together exceeded 1e-4 in one of 40
 # starts.
 _TIMES_OWN_ROUNDING = Difference(maximum=5.0, mean=2.0)
-# Where the rounding is not measured: in bf16 the demo's base was 0.27 at most and 8.9e-3 in the mean from its server,
-# and 0.36 at most from itself in fp32.
+# For runs in which the rounding is not measured: in bf16, the logprobs of the demo's base differed from its server's by
+# at most 0.27 and by 8.9e-3 in the mean, and from its own in fp32 by at most 0.36.
 _TIMES_TOLERANCE = Difference(maximum=10.0, mean=3.0)
 _WIDER = {torch.float32: torch.float64, torch.float16: torch.float32, torch.bfloat16: torch.float32}
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 CALLED_AT_ONCE = 64
 QUICK_SECONDS = 2.0
-"""Time in which a server that can take part in a publish tells its state."""
+"""Time in which a server that can take part in a publish reports its state."""
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 120.0
 MEMBER_STATES = frozenset({"serving", "joining"})
@@ -222,5 +222,5 @@ def _registered_info(client: ServerClient, row: InferenceServer) -> ServerInfo:
 
 
 def look(member: Member) -> ServerInfo:
-    """Return the present state of a server, which tells it at once if it can take part in a publish."""
+    """Return the present state of a server, which answers at once if it can take part in a publish."""
     return member.client.info(timeout_seconds=QUICK_SECONDS)

@@ -195,8 +195,9 @@ class ParityCheck:
             if self.limit is None:
                 raise
             # Rounding grows with the logits, and one of 2,048 sampled tokens may be ill-conditioned: one sound run was
-            # off by 2.2e-4 at most where the first weights' limit was 1.4e-4. A limit is measured with the module,
-            # which nothing else uses under `auto`, since that is off with --overlap-publish; else tokens are new.
+            # off by 2.2e-4 at most where the first weights' limit was 1.4e-4. Under `auto` the limit is measured again,
+            # with the module, which nothing else uses then (`auto` excludes --overlap-publish); otherwise the check is
+            # repeated with new tokens.
             agreement = attempt(None if self.every is None else self.limit)
         self.limit = agreement.limit
         self.proven.add(boot_id)
@@ -207,11 +208,10 @@ class ParityCheck:
 class SyncBudget:
     """The rule of `--sync-budget` over the publishes of the last seconds.
 
-    Each publish makes the server compute the KV entries of its paused requests again. While those
-    tokens exceed `share` of the tokens generated in the window, the next publish waits, but never
-    for more than `most_steps` optimizer steps (the staleness bound, where there is one). A server
-    that chooses between draining and recomputing (`--in-flight auto`) tells the time that it lost
-    by either, and that time counts instead, as a share of the window.
+    Each publish makes the server compute the KV entries of its paused requests again. While those tokens exceed `share`
+    of the tokens generated in the window, the next publish waits, but never for more than `most_steps` optimizer steps
+    (the staleness bound, where there is one). A server that chooses between draining and recomputing (`--in-flight
+    auto`) reports the time that it lost by either, and that time counts instead, as a share of the window.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class SyncBudget:
         window_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`counts_time`: the servers tell their losses; of several servers, the report has the sum."""
+        """`counts_time`: the servers report their losses, several servers the sum."""
         self._share = share
         self._most_steps = most_steps
         self._counts_time = counts_time

@@ -2,7 +2,7 @@
 
 Adapters are served on the base that the trainer computes with. With `--load-in-4bit` that is not the model: its values
 are written once into the run directory (`prepare_base`), and found there again by their digest when a run is resumed.
-A server that somebody else has started tells its base's digest; a server of another base is refused, because its
+A server that the trainer has not started reports its base's digest; a server of another base is refused, because its
 logprobs would be those of other weights.
 """
 

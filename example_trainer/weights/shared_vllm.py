@@ -87,7 +87,8 @@ class SharedVllmBridge(WeightBridge):
             )
         served = replace(options, dtype=dtype, device=device)
         if attachment.device.type == "cuda":
-            # Else the current device stays 0: a context on a GPU that is not used here, and kernels that miss theirs.
+            # Otherwise GPU 0 stays the current device: it would get a context without being used, and kernels would
+            # miss their GPU.
             torch.cuda.set_device(attachment.device)
         policy = load_policy(served, forwards_from_masters=from_masters)
         warn_of_rounding_head(attachment.client.url, attachment.info.head_dtype, policy)

@@ -86,7 +86,7 @@ class Page:
         """Return the value of an expression as soon as it is true."""
         deadline = time.monotonic() + seconds
         while True:
-            # Before a page has loaded, what it asks for may not be there; an element counts as true.
+            # Before a page has loaded, an element may be missing; one that is there counts as true.
             value = (
                 f"try {{ const found = {script}; return found instanceof Node ? true : found }} catch {{ return null }}"
             )

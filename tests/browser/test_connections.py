@@ -150,7 +150,7 @@ def broker_at(listener: socket.socket, directory: Path) -> Iterator[None]:
         broker.close()
 
 
-def test_a_restart_of_the_broker_is_told_and_survived(browser: Browser, tmp_path: Path) -> None:
+def test_a_restart_of_the_broker_is_reported_and_survived(browser: Browser, tmp_path: Path) -> None:
     page = browser.page(window=True)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -84,7 +84,7 @@ def test_a_reload_shows_the_same_rollout_and_token(page: Page, url: str, demo: D
 
 
 @pytest.mark.parametrize("rule", STALLS)
-def test_a_planted_stall_is_told_in_words_on_its_edge_within_ten_seconds(page: Page, rule: str) -> None:
+def test_a_planted_stall_is_shown_in_words_on_its_edge_within_ten_seconds(page: Page, rule: str) -> None:
     plant, edge = STALLS[rule]
     with served_broker() as own, BrokerClient(own) as client, stalled_run(client) as stalled:
         show(page, own)
@@ -101,7 +101,7 @@ def test_a_planted_stall_is_told_in_words_on_its_edge_within_ten_seconds(page: P
         page.open("about:blank")
 
 
-def test_the_slowest_open_groups_are_told_with_what_each_unfinished_rollout_waits_for(page: Page) -> None:
+def test_the_slowest_open_groups_are_shown_with_what_each_unfinished_rollout_waits_for(page: Page) -> None:
     with served_broker() as own, BrokerClient(own) as client, stalled_run(client) as stalled:
         waiting = [WaitingMember(member=3, last_event="tool python: running", seconds=88.0)]
         late = OpenRollout(name="Natalia sold clips", seconds=90.0, done=3, wanted=4, waiting=waiting)

@@ -70,7 +70,7 @@ class Launched:
 def start_launcher(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """Start launchers, each with a temporary directory of its own; the processes left at the end are killed."""
     begun: list[Launched] = []
-    # Short, as a path in it names a socket.
+    # A short path, because sockets are in this directory.
     scratch = Path(tempfile.mkdtemp(prefix="e2e-"))
 
     def start(*command: str, run_dir: Path | None = None, cwd: Path = ROOT, **variables: str) -> Launched:

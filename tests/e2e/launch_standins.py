@@ -17,7 +17,7 @@ REGISTERED = str(Path(__file__).with_name("registered_standin.py"))
 def main(argv: list[str]) -> int:
     own_environment = [] if "--atropos-url" in argv else ["--env.server", STANDINS]
     launch = plan_launch(read_settings([*own_environment, *argv]))
-    if "--registered-servers" in argv:  # which a stand-in for the broker would know nothing of
+    if "--registered-servers" in argv:  # which a stand-in for the broker does not know
         launch.programs = Programs(vllm=(REGISTERED,), trainer=(STANDINS, "trainer"))
         return carry_out(launch, argv)
     launch.programs = Programs(broker=(STANDINS, "broker"), vllm=(STANDINS, "vllm"), trainer=(STANDINS, "trainer"))

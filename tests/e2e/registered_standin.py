@@ -48,7 +48,7 @@ class Standin:
             boot_id=secrets.token_hex(4),
             first_lease_id=secrets.token_hex(8),
             policy=settings["policy"],
-            mode="fixed",  # of weights that no trainer sends, so it serves from its registration
+            mode="fixed",  # its weights come from no trainer, so it serves from its registration on
             url=None if host == "0.0.0.0" else f"http://{host}:{port}",
             scheme="http",
             port=port,

@@ -204,7 +204,7 @@ def test_a_newcomers_mistake_is_one_clear_line_and_exit_code_2(demo, flags: list
     assert error.count("\n") == 1
 
 
-def test_a_taken_port_is_told_with_its_holder_and_the_flag(demo) -> None:
+def test_a_taken_port_is_reported_with_its_holder_and_the_flag(demo) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, _, error = demo("--vllm-port", str(port)).end(60)

@@ -96,7 +96,7 @@ def test_r42_no_request_of_24_clients_fails_and_no_version_falls_over_a_run_that
     )
     assert clients.failures == []
     assert clients.falling() == []
-    assert versions >= served, "each was there for a while"
+    assert versions >= served, "both servers existed for a while"
     assert len(served) > STEPS / 2
     assert code == 0, error + launched.logs()
     assert traces(launched, tree) == []

@@ -39,7 +39,7 @@ def test_a_run_trains_evaluates_sums_up_and_leaves_nothing(standins, traces) -> 
         assert (launched.run_dir / name).exists(), name
     assert (launched.run_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
     totals = json.loads((launched.run_dir / "summary.json").read_text())["totals"]
-    assert totals["cost"] == pytest.approx(totals["seconds"], abs=0.01), "at one a second"
+    assert totals["cost"] == pytest.approx(totals["seconds"], abs=0.01), "one a second"
     assert totals["cpu_seconds"] > 0
     record = json.loads((launched.run_dir / "config.json").read_text())
     assert set(record["programs"]) == {"broker", "vllm", "environment", "trainer"}

@@ -45,7 +45,7 @@ FLAGS = (
 
 
 class RayNodes:
-    """The cluster's program, and the process ids that it tells."""
+    """The cluster's program, and the process ids that it reports."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(

@@ -109,7 +109,7 @@ class Traffic:
 
     async def _run(self) -> None:
         template = APIServerConfig(server_type="vllm", policy="default", num_max_requests_at_once=512)
-        manager = ServerManager([template], load_tokenizer=object)  # without a vocabulary to compare
+        manager = ServerManager([template], load_tokenizer=object)  # there is no vocabulary to compare
         assert manager.registered is not None
         async with AsyncBrokerClient(self._url) as broker:
             following = asyncio.create_task(manager.registered.follow(broker))
@@ -136,7 +136,7 @@ def test_from_one_server_to_three_and_back_no_request_fails_and_the_new_ones_tak
         scaled = scene.verb("scale", "vllm=3")
         assert (scaled.returncode, scaled.stderr) == (0, "")
         assert len({row.url for row in scene.wait_for_serving(3)}) == 3
-        # Requests that wait at the first one end there, so the others fill as new ones are made. A server tells those
+        # Requests that wait at the first one end there, so the others fill as new ones are made. A server reports those
         # that it computes when it renews its lease.
         full = wait_until(lambda: all(row.running == PLACES for row in scene.serving()), LIMIT_SECONDS)
         assert full, scene.serving()
@@ -186,7 +186,7 @@ def test_a_killed_launcher_goes_on_with_the_number_that_was_asked_for(start, sta
     name = scene.fleet.fleet_id
     scene.launched.process.kill()
     scene.launched.process.communicate(timeout=LIMIT_SECONDS)
-    (scene.launched.run_dir / "configs/vllm.yaml").unlink()  # else it names the broker of the killed launcher
+    (scene.launched.run_dir / "configs/vllm.yaml").unlink()  # otherwise it names the broker of the killed launcher
     again = start("--resume", "auto")
     again.wait_for_serving(2)
     assert (again.fleet.fleet_id, again.fleet.wanted) == (name, 2)

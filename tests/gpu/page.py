@@ -104,7 +104,7 @@ def parse(page: str) -> tuple[dict[str, Finding], str | None]:
 def updated(
     page: str, findings: Mapping[str, Finding], machine: str | None, stated: Mapping[str, Sequence[Path]]
 ) -> str:
-    """Return the page with new findings; those of another machine go, others stay where there is no new one.
+    """Return the page with new findings; those of another machine are removed, others stay if there is no new one.
 
     Without a machine the page keeps what it says, in the words that claims have now.
     """

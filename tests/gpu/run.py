@@ -158,7 +158,7 @@ def run_file(part: FileRun, out: Path, flags: Sequence[str], limit: float) -> No
     rows.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-c", str(FOLDER / "pytest.ini"), "--rootdir", str(ROOT)]
     environ = os.environ | {"GPU_ROWS": str(rows), "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # a machine may have any, and none is needed
+    environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # any plugins may be installed, and none is needed
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(

@@ -20,7 +20,7 @@ _ALL = "unit/weights/test_broadcast.py::test_"
 _QUANTISED = "unit/weights/test_quantised_base.py::test_"
 
 ADAPTERS: tuple[Mutant, ...] = (
-    # Adapters that are sent
+    # Sent adapters
     Mutant(
         "an adapter that arrived otherwise is served",
         _ADAPTER_TARGET,
@@ -77,7 +77,7 @@ ADAPTERS: tuple[Mutant, ...] = (
         "",
         f"{_STOCK}r23_only_where_adapters_are_told_apart_by_name_clients_are_given_one",
     ),
-    # Weights by files, and by a group
+    # Weights in files and over a process group
     Mutant(
         "the weights that are served are removed",
         _RESTART,
@@ -127,7 +127,7 @@ ADAPTERS: tuple[Mutant, ...] = (
         "if each.info.policy_version != version]",
         f"{_ALL}who_serves_an_older_version_or_torn_weights_is_behind_and_a_newer_one_is_not_overwritten",
     ),
-    # A base in 4 bits: who serves its values
+    # A 4-bit base: which server serves its values
     Mutant(
         "lora_only serves the unquantised model",
         _LORA_ONLY,

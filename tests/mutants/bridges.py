@@ -24,7 +24,7 @@ _MAPPED = "unit/weights/test_tensor_map.py::test_"
 _SPACED = "unit/weights/test_publish_loop.py::test_"
 
 BRIDGES: tuple[Mutant, ...] = (
-    # Shared weights: what a publish writes, and when
+    # Shared weights: the content and the order of a publish
     Mutant(
         "weights are written before the header says so",
         _SHARED,
@@ -125,7 +125,7 @@ BRIDGES: tuple[Mutant, ...] = (
         "torn=False",
         f"{_PUBLISHED}r26_a_trainer_that_dies_mid_publish_leaves_torn_weights_that_a_whole_publish_mends",
     ),
-    # What a server is believed
+    # Checks of what a server reports
     Mutant(
         "the first publish is not proven",
         _SHARED,
@@ -203,7 +203,7 @@ BRIDGES: tuple[Mutant, ...] = (
         "    if False:\n",
         f"{_ATTACHED}what_a_server_cannot_share_is_refused_at_start",
     ),
-    # Files: whose they are, and who removes them
+    # Files: their owners, and their removal
     Mutant(
         "a manifest that others may read",
         _MANIFEST,
@@ -295,7 +295,7 @@ BRIDGES: tuple[Mutant, ...] = (
         "shared=False, nbytes=nbytes",
         f"{_FILES}exported_tensors_keep_their_values_ties_and_overlaps",
     ),
-    # Where a tensor lies
+    # Places of tensors
     Mutant(
         "a tensor with rows that are there twice",
         _MAP,
@@ -324,7 +324,7 @@ BRIDGES: tuple[Mutant, ...] = (
         "            if False:\n",
         f"{_MAPPED}ties_are_judged_by_memory_and_not_by_config",
     ),
-    # How often
+    # The frequency of publishes and checks
     Mutant(
         "staleness grows beyond its bound",
         _PUBLISH_LOOP,

@@ -23,7 +23,7 @@ _HELD = "integration/broker/test_policy_holds.py::test_"
 _ENTERED = "integration/broker/test_auth.py::test_"
 
 BROKER: tuple[Mutant, ...] = (
-    # What is taken in
+    # Groups that are accepted
     Mutant(
         "a queue of any number of bytes",
         _INTAKE,
@@ -186,7 +186,7 @@ BROKER: tuple[Mutant, ...] = (
         "if row.connected]",
         f"{_MINIMA}the_minimum_of_a_silent_environment_is_void_at_once",
     ),
-    # Runs, and who holds them
+    # Runs, and the trainers that hold them
     Mutant(
         "an earlier epoch is taken",
         _RUNS,
@@ -300,7 +300,7 @@ BROKER: tuple[Mutant, ...] = (
         "before = {}",
         "integration/broker/test_drops.py::test_reports_may_come_twice_or_late_and_restarted_environments_count_on",
     ),
-    # Who comes in
+    # Access
     Mutant(
         "the beginning of a token will do",
         _DOOR,

@@ -42,7 +42,7 @@ DRAIN: tuple[Mutant, ...] = (
         _TIMES,
         "        self._ended = None\n",
         "        pass\n",
-        f"{_CHOICE}the_time_after_a_pause_or_an_idle_time_is_no_steps_time",
+        f"{_CHOICE}the_time_after_a_pause_or_an_idle_time_is_not_a_steps_time",
     ),
     Mutant(
         "places that are idle after a part of the wait are forgotten",

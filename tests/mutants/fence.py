@@ -21,7 +21,7 @@ _ASKED = "unit/serving/test_auth.py::test_"
 _OUTERMOST = "unit/serving/test_app.py::test_"
 
 FENCE: tuple[Mutant, ...] = (
-    # Which version is served
+    # The served version
     Mutant(
         "the served version stays",
         _FENCE,
@@ -78,7 +78,7 @@ FENCE: tuple[Mutant, ...] = (
         "        publish.update",
         f"{_STATES}a_version_that_is_not_new_changes_nothing",
     ),
-    # Whose publish it is
+    # The owner of a publish
     Mutant(
         "a second publish takes the place of the first",
         _FENCE,
@@ -171,7 +171,7 @@ FENCE: tuple[Mutant, ...] = (
         "            raise",
         f"{_STATES}an_engine_that_cannot_pause_leaves_the_gate_as_it_was",
     ),
-    # What the weights are when a trainer has gone
+    # The weights after a trainer has ended
     Mutant(
         "an abort does not look at the header",
         _FENCE,
@@ -249,7 +249,7 @@ FENCE: tuple[Mutant, ...] = (
         "if version < before.write_end:",
         f"{_FILES}versions_are_never_reused",
     ),
-    # Pauses by hand, and the end
+    # Manual pauses, and the end
     Mutant(
         "a resume by hand breaks into a write",
         _FENCE,
@@ -343,7 +343,7 @@ FENCE: tuple[Mutant, ...] = (
         "constant_values=0.0)",
         f"{_BUFFERED}a_row_with_too_few_alternatives_says_that_the_missing_ones_have_no_probability",
     ),
-    # From one server to the next
+    # The handover to the next server
     Mutant(
         "half a body is left behind",
         _HANDOVER,
@@ -372,7 +372,7 @@ FENCE: tuple[Mutant, ...] = (
         "        super().on_response_complete()",
         f"{_OVER}a_request_in_many_pieces_arrives_whole_and_is_forgotten_once_it_is_answered",
     ),
-    # Who may ask
+    # Access
     Mutant(
         "any page may ask",
         _GUARD,

@@ -120,7 +120,7 @@ LAUNCHER: tuple[Mutant, ...] = (
         "atropos_api/common/secrets.py",
         "return any(_is_secret(key, inner) for inner in value)",
         "return False",
-        f"{_REDACTED}a_record_leaves_out_what_nobody_declared_and_names_itself_a_secret",
+        f"{_REDACTED}a_record_leaves_out_undeclared_keys_that_name_a_secret",
     ),
     Mutant(
         "arguments of strangers are shown",
@@ -215,7 +215,7 @@ LAUNCHER: tuple[Mutant, ...] = (
         "        pass",
         f"{_CHILDREN}what_a_killed_launcher_leaves_is_cleaned_up_for_it",
     ),
-    # What they leave
+    # Leftovers of ended programs, and ports
     Mutant(
         "what was there before is swept",
         _LEFTOVERS,
@@ -235,21 +235,21 @@ LAUNCHER: tuple[Mutant, ...] = (
         _LEFTOVERS,
         "sorted(present - in_use)",
         "sorted(present)",
-        f"{_SWEPT}what_somebody_still_maps_stays",
+        f"{_SWEPT}what_another_process_still_maps_stays",
     ),
     Mutant(
         "a taken port is free",
         "example_trainer/processes/ports.py",
         "    held.bind((host, port))",
         "    held.bind((host, 0))",
-        f"{_SWEPT}a_taken_port_is_told_with_its_holder",
+        f"{_SWEPT}a_taken_port_is_reported_with_its_holder",
     ),
     Mutant(
         "a port above the last",
         "example_trainer/processes/ports.py",
         "if not 1 <= port <= LAST_PORT:",
         "if not 1 <= port:",
-        f"{_TESTS}test_starts_that_fail.py::test_a_port_that_is_none_is_told",
+        f"{_TESTS}test_starts_that_fail.py::test_a_value_that_is_not_a_port_is_reported",
     ),
     # Run directories and run files
     Mutant(
@@ -323,7 +323,7 @@ LAUNCHER: tuple[Mutant, ...] = (
         "        pass",
         f"{_MATRIX}under_the_launcher_each_flag_is_observed_refused_or_remarked_on_in_each_mode[lora_only]",
     ),
-    # What a run keeps
+    # Files that a run keeps
     Mutant(
         "a command's file is not forced to the disk",
         "atropos_api/common/files.py",

@@ -18,7 +18,7 @@ TIMEOUT_SECONDS = 120.0
 HEALTHY_SECONDS = 1200.0
 """Seconds for the tests of all mutants together, on the unchanged project."""
 
-# Plugins are not looked for, which costs a second a mutant: these two are what tests use.
+# Plugins are not searched for, which would cost a second a mutant: the tests use these two.
 PLUGINS = ("anyio.pytest_plugin", "pytest_timeout")
 OURS = {"atropos_api", "environments", "example_trainer"}
 FLAGS = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "--tb=line"]
@@ -40,7 +40,7 @@ def warm_up() -> None:
     import transformers.models.qwen2.modeling_qwen2
     import uvicorn
 
-    # A matrix product and a backward start what torch starts lazily, while there is one process only.
+    # A matrix product and a backward make torch initialise itself now, while there is one process only.
     torch.set_num_threads(1)
     weight = torch.ones(2, 2, requires_grad=True)
     (weight @ weight).sum().backward()

@@ -40,7 +40,7 @@ _EVERYWHERE = (
         Mutant(f"no limit {name}", _RUNNER, _LIMITED, f'if value >= 0 and name != "{name}":', _OF_PROCESSES)
         for name in ("CPU", "AS", "FSIZE", "NOFILE", "NPROC", "CORE")
     ),
-    # What is shown, and how
+    # System calls, namespaces and mounts
     Mutant("no filter in namespaces", _NAMESPACES, "system_calls.install(denied)", "pass", f"{_ESCAPES}[namespaces]"),
     Mutant(
         "no filter in bubblewrap", _BUBBLEWRAP, ', "--seccomp", str(FILTER)]', "]", f"{_ESCAPES}[bubblewrap]", _PROGRAM
@@ -80,7 +80,7 @@ _EVERYWHERE = (
     Mutant("a working folder of any size", _NAMESPACES, "size={launch.file_bytes},", "", _MOUNTS),
     Mutant("any size in bubblewrap", _BUBBLEWRAP, '"--size", str(launch.file_bytes), ', "", _MOUNTS, _PROGRAM),
     Mutant("any number of files", _NAMESPACES, "nr_inodes={MOST_FILES},mode", "mode", _MOUNTS),
-    # What the supervisor holds a run to
+    # Limits that the supervisor enforces
     Mutant(
         "files are not counted",
         _SUPERVISOR,
@@ -153,7 +153,7 @@ _EVERYWHERE = (
         "yield _RETURN, 0, 0, _ALLOW",
         f"{_TESTS}test_escapes.py::test_a_call_in_the_form_of_32_bits_ends_the_code",
     ),
-    # What outlives a run
+    # Processes that outlive a run
     Mutant("no subreaper", _SUPERVISOR, "_PR_SET_CHILD_SUBREAPER, 1,", "_PR_SET_CHILD_SUBREAPER, 0,", _HIDING),
     Mutant(
         "a dead supervisor's run goes on",
@@ -170,7 +170,7 @@ _EVERYWHERE = (
         "waiting.unregister(self.channel)",
         f"{_TESTS}test_lifetime.py::test_a_killed_environment_takes_all_along",
     ),
-    # What is asked for
+    # The isolation that is required
     Mutant(
         "open by default",
         "environments/sandbox/python_tool.py",
@@ -236,7 +236,7 @@ _AS_ROOT = (
         _RUNNER,
         "if user >= 0:",
         "if user > 1 << 40:",
-        f"{_TESTS}test_limits.py::test_the_code_is_nobody_without_rights_and_under_the_filter",
+        f"{_TESTS}test_limits.py::test_the_code_runs_as_nobody_without_rights_and_under_the_filter",
     ),
     Mutant(
         "one user for all runs",

@@ -14,7 +14,7 @@ _CONTRACT = "unit/store/test_store_contract.py::test_"
 _SYNCED = "unit/store/test_syncing.py::test_"
 
 STORE: tuple[Mutant, ...] = (
-    # What is refused leaves nothing behind
+    # Refused writes leave nothing behind
     Mutant(
         "bodies of a refused write stay",
         "atropos_api/broker/submissions.py",
@@ -50,7 +50,7 @@ STORE: tuple[Mutant, ...] = (
         "",
         "unit/store/test_disk.py::test_a_change_the_ledger_refused_is_not_remembered",
     ),
-    # What is on the disk, and when
+    # The state of the disk, and the order of writes
     Mutant(
         "bodies are not forced to the disk",
         _SEGMENTS,
@@ -100,7 +100,7 @@ STORE: tuple[Mutant, ...] = (
         "if False:",
         f"{_LOG}a_segment_goes_when_nothing_in_it_is_alive",
     ),
-    # What a start finds
+    # Recovery at a start
     Mutant(
         "a number is used twice",
         _SQLITE,
@@ -178,7 +178,7 @@ STORE: tuple[Mutant, ...] = (
         "if False:",
         f"{_CONTRACT}events_and_their_ids_go_on_where_the_last_process_was[directory]",
     ),
-    # Whose directory it is
+    # The owner of a directory
     Mutant(
         "two brokers hold a directory",
         _DIRECTORY,

@@ -74,7 +74,7 @@ TRAINING: tuple[Mutant, ...] = (
         _ADVANTAGES,
         "max(rewards) - min(rewards) <= EQUAL_REWARDS_TOLERANCE",
         "max(rewards) - min(rewards) == 0.0",
-        "unit/objective/test_advantages.py::test_equal_rewards_are_told_by_their_range_and_not_by_a_noisy_std",
+        "unit/objective/test_advantages.py::test_equal_rewards_are_recognised_by_their_range_and_not_by_a_noisy_std",
     ),
     Mutant(
         "batch std of centred rewards under TRL's name",

@@ -1,4 +1,4 @@
-"""The oracle of a simulation: it sees what the broker does and clients are told, and raises when a promise breaks."""
+"""The oracle of a simulation: it sees what the broker does and clients are told, and raises if a promise is broken."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Run:
         quiet = World(0, Faults(disk_fails=0.0))
         quiet.now, quiet.skew_seconds = self.world.now, self.world.skew_seconds
         ledger, bodies = SimulatedLedger(self.process.disk, quiet), SimulatedBodies(self.process.disk)
-        ledger.alive = bodies.alive = False  # what a start writes is not to reach the disk
+        ledger.alive = bodies.alive = False  # the writes of a start must not reach the disk
         restarted = Broker(ledger, bodies, settings=present.settings, clock=quiet.wall_clock)
         self.oracle.require(
             described(restarted) == described(present),

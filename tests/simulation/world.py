@@ -138,7 +138,7 @@ class Network:
         def arrive() -> None:
             try:
                 result = serve()
-            except Exception as error:  # whatever it is, it is the answer
+            except Exception as error:  # every exception is the answer
                 result = error
             if not isinstance(result, ConnectionLost) and not world.happens(faults.answer_lost):
                 world.after(self._delay_seconds(), lambda: deliver(result))

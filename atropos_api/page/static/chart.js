@@ -31,7 +31,7 @@ export class Chart {
     return Math.max(220, this.canvas.clientWidth);
   }
 
-  /** Show lines, and marks at the steps of signs of trouble; the chart is made anew only if the lines are others. */
+  /** Show lines, and marks at the steps of signs of trouble; a new chart is made only if the lines are different ones. */
   set(lines, marks = []) {
     this.marks = marks;
     const shape = (all) => all.map((line) => `${line.label}${line.spread ? "±" : ""}`).join("|");

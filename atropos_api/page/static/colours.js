@@ -79,7 +79,7 @@ function largest(values) {
   return values ? values.reduce((most, value) => (value === null ? most : Math.max(most, Math.abs(value))), 0) : 0;
 }
 
-/** One scale for all sequences of a group: it grows with what they hold, and tells its listeners. */
+/** One scale for all sequences of a group: it grows with their values, and calls its listeners. */
 export class Scale {
   constructor(mode, onChange) {
     this.onChange = onChange;
@@ -127,7 +127,7 @@ function classOf(mode, value, limit, order) {
   return step < 0 ? `n${-step}` : `p${step}`;
 }
 
-/** A legend with the numbers at which the colours are. */
+/** A legend with the number that each colour stands for. */
 function legend(mode, limit, order) {
   const show = mode.show || number;
   const masked = h("li", {}, h("span", { class: "token masked" }, "ab"), " not sampled");

@@ -36,7 +36,7 @@ export class Panels {
     this.update([...entries].filter((entry) => entry.isIntersecting).map((entry) => entry.target.chart));
   }
 
-  /** Read what is new and draw the charts that are in sight. */
+  /** Read new values and draw the charts that are in sight. */
   async update(charts = [...this.visible]) {
     if (this.busy) {
       this.again = true;

@@ -1,10 +1,10 @@
-// What happened, newest first; and signs of trouble with their advice.
+// Events, newest first, and signs of trouble with their advice.
 
 import { fill, h, visible } from "./dom.js";
 import { clock, number } from "./format.js";
 import { hashOf } from "./store.js";
 
-/** Every kind of event that a broker sends: an event stream has to be told the names that it listens to. */
+/** Every kind of event that a broker sends: an event stream needs the names of those to listen for. */
 export const EVENT_TYPES = [
   "run-began", "run-finished", "trainer-returned", "policy", "policy-held", "policy-released", "batch-formed", "batch-committed",
   "environment-registered", "environment-left", "server-changed", "fleet-changed", "group-size-waits", "groups-dropped", "groups-expired", "groups-lost", "minimum-waived",
@@ -15,7 +15,7 @@ const KEPT = 500;
 const TROUBLE = new Set(["health", "groups-lost", "groups-expired", "minimum-waived", "group-size-waits", "unpackable-dropped", "missed"]);
 const FREQUENT = new Set(["batch-formed", "batch-committed", "policy"]);
 
-/** Add events to those that are known; each id once, newest first. */
+/** Add events to the known ones; each id once, newest first. */
 export function merged(known, events) {
   const ids = new Set(known.map((event) => event.id));
   const fresh = events.filter((event) => !ids.has(event.id));

@@ -39,7 +39,7 @@ function showSlowest(section, status) {
   ]), { numeric: [2, 3] }));
 }
 
-/** What the unfinished members of a group did last, each by its index where the environment tells them apart. */
+/** The last event of each unfinished member of a group, by its index where the environment reports one. */
 export function waitingFor(group) {
   const ago = (event, seconds) => (event ? `${visible(event)}, ${span(seconds)} ago` : `no event for ${span(seconds)}`);
   if (group.waiting.length) return h("ul", {}, group.waiting.map((one) => h("li", {}, `rollout ${one.member}: ${ago(one.last_event, one.seconds)}`)));
@@ -121,7 +121,7 @@ function inference(status) {
   };
 }
 
-/** The load of the registered servers that answer; the fullest one stands for a mean that would hide it. */
+/** The load of the registered servers that answer: that of the fullest one, which a mean would hide. */
 function loadOf(servers) {
   if (!servers.length) return null;
   const waiting = servers.reduce((sum, one) => sum + one.waiting, 0);

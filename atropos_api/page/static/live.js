@@ -1,5 +1,5 @@
 // One stream for all tabs: a browser opens six connections to a host, over all its tabs, and an event stream takes one
-// for ever. The tabs of a broker elect one that is visible; it reads the stream and passes everything on. A hidden tab
+// permanently. The tabs of a broker elect a visible one; it reads the stream and passes everything on. A hidden tab
 // reads no stream. Where the stream does not work, the status is asked for every two seconds with its ETag.
 
 const BEAT_MS = 1000;
@@ -36,7 +36,7 @@ export class Live {
     if (!document.hidden) this.join();
   }
 
-  /** Ask who leads; lead if nobody answers. */
+  /** Ask which tab leads; lead if none answers. */
   join() {
     this.refresh();
     if (!this.channel) {
@@ -74,7 +74,7 @@ export class Live {
     if (message.kind === "ask" && this.leads) this.say({ kind: "beat" });
     else if (message.kind === "beat") {
       this.leaderSeen = Date.now();
-      // Two that began at once both lead for a moment; the one that is earlier in order stays.
+      // Two tabs that began at once both lead for a moment; the one that is first in order goes on leading.
       if (this.leads && message.from < this.id) this.follow();
     } else if (message.kind === "bye") {
       this.leaderSeen = 0;
@@ -96,7 +96,7 @@ export class Live {
   tick() {
     const now = Date.now();
     if (document.hidden) {
-      // The title of a hidden tab tells if the run is blocked: from what a visible tab passes on, else asked for now and then.
+      // The title of a hidden tab says if the run is blocked: a visible tab passes it on, or it is requested now and then.
       if (now - this.leaderSeen > SILENT_MS && now - this.askedAt > HIDDEN_POLL_MS) this.refresh();
       return;
     }
@@ -135,7 +135,7 @@ export class Live {
     }
   }
 
-  /** Give the stream up for some time; the status is asked for meanwhile. */
+  /** Close the stream for some time; the status is requested meanwhile. */
   lose() {
     if (this.stream) this.stream.close();
     this.stream = null;

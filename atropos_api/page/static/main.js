@@ -32,7 +32,7 @@ function signs(runId) {
   return signsOf(store.get("events") || [], runId);
 }
 
-/** Open the view that the address names; what is asked for late is dropped if another view was opened meanwhile. */
+/** Open the view that the address names; an answer is dropped if another view was opened before it came. */
 async function open() {
   const route = parseHash(location.hash);
   const number = (openView += 1);
@@ -92,7 +92,7 @@ function showHead(status) {
   document.title = titleOf(status);
 }
 
-/** The title of the tab: a run that is blocked says so first, for those who look at another tab. */
+/** The title of the tab: it begins with the word that a run is blocked, for a user of another tab. */
 function titleOf({ run, flow }) {
   if (!run) return "Atropos";
   const { severity, headline } = flow.diagnosis.finding;

@@ -1,4 +1,4 @@
-// Who takes part: environments, trainers and inference servers, each with the time since it was last heard of.
+// The parts of a run: environments, trainers and inference servers, each with the time since its last request.
 
 import { fill, h, table, visible } from "./dom.js";
 import { bytes, count, number, span } from "./format.js";

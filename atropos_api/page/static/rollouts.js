@@ -1,4 +1,4 @@
-// The list of groups: by batch, environment and reward, and those from which nothing was learned.
+// The list of groups: by batch, environment and reward, and the groups without a learning signal.
 
 import { fill, h, table, visible } from "./dom.js";
 import { clock, count, number } from "./format.js";

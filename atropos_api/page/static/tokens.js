@@ -1,5 +1,5 @@
 // The tokens of one sequence, in windows of 2,000: each is an element whose text is set as text. The arrow keys move from
-// token to token, and a line below tells all that is known of the one that is chosen.
+// token to token, and a line below says all that is known of the chosen token.
 
 import { MODES } from "./colours.js";
 import { announce, fill, h, setText, visible } from "./dom.js";
@@ -7,7 +7,7 @@ import { count, number } from "./format.js";
 
 export const WINDOW = 2000;
 
-/** A strip of tokens in the colours of a scale. `load(start)` returns a window, `onChoose(position)` is told a choice. */
+/** A strip of tokens in the colours of a scale. `load(start)` returns a window, `onChoose(position)` is called for a choice. */
 export class TokenStrip {
   constructor({ load, total, label, scale, onChoose }) {
     this.load = load;
@@ -40,7 +40,7 @@ export class TokenStrip {
     if (choose) this.choose(position - start, { scroll: true });
   }
 
-  /** Draw the window again, in the colours of now. */
+  /** Draw the window again, in the current colours. */
   render() {
     const window = this.window;
     if (!window) return;

@@ -1,7 +1,7 @@
 """The servers of one policy as they are registered at the broker: they come and go while requests run.
 
 A server whose lease has ended is out at once, and the requests that it had not answered go to another: it may be
-stopped, and nobody knows when it answers again. A draining server gets no new request and ends those that it has.
+stopped, and it is unknown when it answers again. A draining server gets no new request and ends those that it has.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class RegisteredServers:
     """The registered servers of one policy; `servers` is the list that a pool uses, changed in place."""
 
     def __init__(self, template: APIServerConfig, make: Callable[[APIServerConfig], HttpServer]) -> None:
-        """Keep the arguments: each server has the settings of `template`, but for its address."""
+        """Keep the arguments: each server has the settings of `template`, except for its address."""
         self.template = template
         self.servers: list[HttpServer] = []
         self.changed = Condition()
-        """Rings when a server comes or goes."""
+        """Notified when a server comes or goes."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when a server comes or goes."""
         self._make = make
@@ -108,7 +108,7 @@ class RegisteredServers:
             await server.aclose()
 
     def _add(self, row: InferenceServer) -> None:
-        # A server that has a new lease was away; what is known of the old one is nothing about it.
+        # A server with a new lease was away, so what was known of it under the old lease no longer holds.
         base_url = f"{row.url.rstrip('/')}/v1"
         server = self._make(self.template.model_copy(update={"base_url": base_url}))
         self._by_lease[row.lease_id] = server

@@ -1,4 +1,4 @@
-"""HTTP to one inference server: it limits training and evaluation requests, and waits until an outage is over.
+"""HTTP to one inference server: training and evaluation requests are limited, and wait until an outage is over.
 
 A server that restarts, is paused for a publish or has no policy yet is normal here. While it is unavailable, one
 request at a time is repeated as a probe and all others wait for its outcome, so that an outage costs almost nothing and
@@ -117,7 +117,7 @@ class ServerChannel:
             return answer
 
     async def get(self, url: str, *, failover: Failover = None) -> bytes | None:
-        """Return the body at `url`, or None if the server, once it answers, has none."""
+        """Wait until the server answers, and return the body at `url`, or None if there is none."""
         try:
             return await self._through_outages(_Call("GET", url, None, failover))
         except InferenceRefused:
@@ -220,7 +220,7 @@ class ServerChannel:
         call.attempts += 1
         try:
             outcome = await self._send(call)
-        except OSError as error:  # includes the timeout
+        except OSError as error:  # a timeout is an OSError, too
             if call.streamed:
                 raise InferenceUnavailable(f"the answer of {call.url} ended early: {_describe(error)}") from error
             return error

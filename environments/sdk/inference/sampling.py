@@ -231,7 +231,7 @@ class Reasoning:
         return cls(asked, config.reasoning_effort, config.max_reasoning_tokens)
 
     def applied(self, fields: dict[str, Any], base_url: str) -> dict[str, Any]:
-        """Return a chat request's fields with reasoning requested; what the request sets itself stays."""
+        """Return a chat request's fields with reasoning requested; a field that the request sets is kept."""
         if not self.enabled:
             return fields
         if urlsplit(base_url).hostname == OPENAI_HOST:

@@ -180,7 +180,8 @@ class VllmServer(HttpServer):
                 counts = f"{len(sample.tokens)} tokens and {len(sample.logprobs)} logprobs"
                 raise InferenceRefused(f"{self._url} sent an unexpected answer: {counts} of one output")
             if sample.tokens and not 0 <= min(sample.tokens) <= max(sample.tokens) < MOST_TOKENS:
-                raise InferenceRefused(f"{self._url} sent an unexpected answer: token {min(sample.tokens)} is no id")
+                lowest = min(sample.tokens)
+                raise InferenceRefused(f"{self._url} sent an unexpected answer: token {lowest} is not an id")
         return samples
 
 

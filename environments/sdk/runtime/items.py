@@ -93,7 +93,7 @@ class ItemLeases:
             await self._report(count=0)
 
     async def _report(self, count: int) -> None:
-        """Tell the broker what became of items and lease `count` others; they are told again unless it answered."""
+        """Tell the broker what became of items and lease `count` others; without its answer they are reported again."""
         request = ItemRequest(
             process=self._process,
             call=self._call + 1,

@@ -294,7 +294,7 @@ class RolloutRunner:
         loop, limit = asyncio.get_running_loop(), self._env.config.worker_timeout
         due: list[asyncio.TimerHandle] = []
 
-        def begin() -> None:  # only now, since the time in which blocking code kept the loop does not count
+        def begin() -> None:  # only now, since time in which code blocked the event loop does not count
             due.append(loop.call_later(CANCELLATION_SECONDS, self.on_stuck, drawn.item))
 
         if limit > 0:

@@ -1,7 +1,7 @@
 """Stop requests: SIGTERM and SIGINT become a request that every wait of an environment notices.
 
 The handlers are Python's own, not the event loop's: they also run while an environment's code blocks the loop. They
-start a timer that ends the process if the orderly end takes too long.
+start a timer that ends the process if the stop takes too long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StopRequest:
         self.count = 0
         self.signal: signal.Signals | None = None
         self.grace_seconds = GRACE_SECONDS
-        """Time that the orderly end may take, from the first signal on; code that has work to save increases it."""
+        """Time that the stop may take, from the first signal on; code that has work to save increases it."""
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         self._timer: threading.Timer | None = None
 

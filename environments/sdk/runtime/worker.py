@@ -41,7 +41,7 @@ NO_ITEM_PAUSE_SECONDS = 1.0
 REPORT_SECONDS = 2.0
 """Time that the last report of items may take."""
 SHUTDOWN_SECONDS = 5.0
-"""Time that an orderly end may take in addition to the drains of rollouts and of groups."""
+"""Time that a stop may take in addition to the drains of rollouts and of groups."""
 
 WANDB_FINISH_SECONDS = 30.0
 """Time that W&B may take to send its data."""
@@ -167,7 +167,7 @@ class EnvironmentWorker:
             logger.info("waiting for a trainer to begin a run at %s", self._env.config.rollout_server_url)
 
     async def _adopt_run(self) -> None:
-        """Register again, because a registration before the run has none of its settings, and adopt these."""
+        """Register again and adopt the run's settings, which a registration before the run does not have."""
         info = await self._broker.register()
         env = self._env
         env.curr_step = self._pacing.current_step
@@ -263,7 +263,7 @@ class EnvironmentWorker:
         try:
             with contained():
                 await self._env.wandb_log()
-        except Exception:  # the environment's own metrics may raise anything, which must cost no rollout
+        except Exception:  # the environment's own metrics may raise anything; no rollout may fail because of it
             logger.exception("metrics of step %d could not be logged", self._env.curr_step)
 
     def _has_room(self) -> bool:
@@ -341,7 +341,7 @@ class EnvironmentWorker:
         }
 
     def _end_stuck(self, stop: StopRequest, item: Any) -> None:
-        """Stop the server: a rollout that goes on after its cancellation takes a place, and a core, for ever."""
+        """Stop the server: a rollout that goes on after its cancellation would use a place and a core for ever."""
         logger.error(
             "item %.200r ran for %g s after --env.worker_timeout had cancelled it: its code swallows CancelledError; "
             "raise that on. The server stops",

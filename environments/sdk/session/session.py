@@ -86,7 +86,7 @@ class ManagedSession:
     async def chat_completion(
         self, *, messages: Sequence[Any], on_delta: OnDelta | None = None, **kwargs: Any
     ) -> ChatCompletion:
-        """Answer a chat; keyword arguments as OpenAI's and vLLM's, and `split="eval"`.
+        """Answer a chat; the keyword arguments are those of OpenAI and vLLM, and `split="eval"`.
 
         `on_delta` is called with the answer piece by piece, as its tokens arrive.
         """
@@ -230,7 +230,7 @@ class ManagedSession:
         slot, replaces = self._slot_of(prompt.base) if keep else ([], False)
         turn = Turn(prompt, slot, replaces, sampling, split, sampling.generation_params(), keep=keep, labels=labels)
         logprobs = kwargs.get("logprobs")
-        turn.logprobs = logprobs is not None and logprobs is not False  # 0 requests those of the sampled tokens
+        turn.logprobs = logprobs is not None and logprobs is not False  # 0 asks for the logprobs of the sampled tokens
         turn.deltas = DeltaWriter(self._codec, self._reader, on_delta) if on_delta is not None else None
         return turn
 

@@ -1,7 +1,7 @@
 """The files of a model as a check reads them: configurations, tokenizer, and the shapes of the stored tensors.
 
-Only headers are read of the weights: a safetensors file begins with eight bytes for the length of a JSON object that
-names each tensor's dtype, shape and place.
+Only the headers of weight files are read: a safetensors file begins with eight bytes for the length of a JSON object
+that names each tensor's dtype, shape and place.
 """
 
 from __future__ import annotations

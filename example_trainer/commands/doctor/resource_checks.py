@@ -1,4 +1,4 @@
-"""Checks of what the run needs of this machine: ports, GPUs, room on the disk and in shared memory, packages."""
+"""Checks that this machine has what the run needs: ports, GPUs, room on the disk and in shared memory, packages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BOUND = re.compile(r"(>=|<=|==|<|>)\s*([\d.]+)")
 
 
 def check_ports(requested: RequestedRun) -> Iterator[Finding]:
-    """Check that each port that is asked for by number is a port, is free, and is asked for once."""
+    """Check that each port given by its number is valid and free, and is given only once."""
     users: dict[int, list[str]] = defaultdict(list)
     for setting, given, count in _ports(requested):
         try:
@@ -164,7 +164,7 @@ def check_disk(requested: RequestedRun) -> Iterator[Finding]:
 
 
 def written_to_serve(shape: ModelShape, config: TrainingOptions) -> float:
-    """Return the bytes of `served/` in the run directory: the values of a 4-bit base, and the policy's weights.
+    """Return the bytes of `served/` in the run directory: the dequantised 4-bit base, and the policy's weights.
 
     A mode that replaces or reloads its server writes each version before it removes the previous one.
     """
@@ -183,7 +183,7 @@ def kept_checkpoints(config: TrainingOptions) -> int:
 
 
 def checkpoint_bytes(shape: ModelShape, config: TrainingOptions) -> float:
-    """Return the size of one checkpoint: masters of what is trained with the optimizer's state, and frozen weights."""
+    """Return the size of one checkpoint: master weights and optimizer state of what is trained, and frozen weights."""
     trained = trained_parameters(shape, config)
     master = served_bytes(shape, config) if config.master_weights == "none" else MASTER_BYTES
     states = OPTIMIZER_STATE_BYTES.get(config.optimizer, max(OPTIMIZER_STATE_BYTES.values()))
@@ -192,7 +192,7 @@ def checkpoint_bytes(shape: ModelShape, config: TrainingOptions) -> float:
 
 
 def check_shared_memory(requested: RequestedRun, shared_memory: Path = SHARED_MEMORY) -> Iterator[Finding]:
-    """Check that the weights that trainer and server share fit into /dev/shm, where they are without a GPU."""
+    """Check that the weights that trainer and server share fit into /dev/shm, which holds them if there is no GPU."""
     if not requested.config.shares_memory or requested.on_gpu or requested.model is None:
         return
     shape = local_shape(str(requested.model.folder))
@@ -205,7 +205,7 @@ def check_shared_memory(requested: RequestedRun, shared_memory: Path = SHARED_ME
 
 
 def check_memory(requested: RequestedRun) -> Iterator[Finding]:
-    """Check that the run fits the memory of its GPU, by the same arithmetic that a launch asks."""
+    """Check that the run fits the memory of its GPU, by the calculation that a launch also uses."""
     settings = requested.settings
     if requested.model is not None and local_base(requested.config.model_name) is not None:
         made = requested.config.model_copy(update={"model_name": str(requested.model.folder)})
@@ -223,7 +223,7 @@ def check_memory(requested: RequestedRun) -> Iterator[Finding]:
 
 
 def check_packages(requested: RequestedRun) -> Iterator[Finding]:
-    """Check that the packages which these settings need are here, in versions that this project supports."""
+    """Check that the packages that these settings need are installed, in versions that this project supports."""
     if conflict := shadowing():
         text, _, advice = conflict.rpartition("; ")
         yield error("packages", text, advice)

@@ -1,7 +1,7 @@
 """Checks of the tokenizer, the chat template and the end of a turn.
 
-A tokenizer that does not belong to the model, or a turn whose end is no end token, breaks no program: the run goes on
-for hours and learns from the wrong text.
+A tokenizer that does not belong to the model, or a turn that does not end with an end token, breaks no program: the run
+goes on for hours and learns from the wrong text.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def check_fits(settings: RunSettings) -> None:
 def roles_of(settings: RunSettings, *, has_gpus: bool | None = None) -> list[Role]:
     """Return the roles of a launch: the trainer, servers and environments; none under a local placement.
 
-    Nodes are taken for machines like this one, unless `has_gpus` says if they have GPUs.
+    Nodes are assumed to be machines like this one, unless `has_gpus` says whether they have GPUs.
     """
     if not settings.placement.is_ray:
         return []

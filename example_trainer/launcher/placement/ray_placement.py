@@ -124,7 +124,7 @@ class RaySeat(Seat):
             ray.kill(self._actor, no_restart=True)
 
     def _call(self, method: str, *arguments: Any, limit_seconds: float) -> Any:
-        """Return the answer of the actor; None if there is none, for which the loss is noted."""
+        """Return the answer of the actor; None if there is none; then the loss is noted."""
         with self._noting_loss():
             return ray.get(getattr(self._actor, method).remote(*arguments), timeout=limit_seconds)
         return None
@@ -160,7 +160,7 @@ class RayPlacement:
         self._head_silences = 0
 
     def place(self, roles: Sequence[Role], on_wait: Callable[[], None]) -> Places:
-        """Reserve all groups, those with GPUs first, and start an actor in each bundle; leave nothing behind if not."""
+        """Reserve all groups, those with GPUs first, and start an actor in each bundle; a failure releases all."""
         ordered = sorted(roles, key=lambda role: -role.gpus * role.seats)
         placed: dict[str, _Placed] = {}
         try:
@@ -197,7 +197,7 @@ class RayPlacement:
         return {"kind": "ray", "address": self._settings.address, "seats": seats}
 
     def close(self) -> None:
-        """Give everything back within `CLOSE_SECONDS`: a dead head would answer no call of this."""
+        """Release everything within `CLOSE_SECONDS`, because a dead head would not answer any of these calls."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -270,7 +270,7 @@ class RayPlacement:
         )
 
     def _check_head(self) -> None:
-        """Raise `ChildFailed` if the head is gone: Ray itself would end the launcher without a word a minute later."""
+        """Raise `ChildFailed` if the head is gone: a minute later Ray itself would end the launcher silently."""
         now = time.monotonic()
         if now - self._head_asked_at < HEAD_INTERVAL_SECONDS:
             return
@@ -281,7 +281,7 @@ class RayPlacement:
 
 
 def _end_with(pid: int) -> None:
-    """End this process once the node's raylet has: Ray's own check counts a raylet that nobody has reaped as alive."""
+    """End this process once the node's raylet has: Ray's own check counts a raylet that was not reaped as alive."""
     raylet = open_process(pid)
     while raylet is not None and is_alive(raylet):
         time.sleep(RAYLET_INTERVAL_SECONDS)

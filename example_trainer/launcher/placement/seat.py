@@ -19,7 +19,7 @@ from example_trainer.processes.ports import free_port
 FOREIGN_PREFIXES = ("SLURM_", "PMI_", "PMIX_")
 """Variables by which MPI, and libraries that look for it, would take a program for a task of the surrounding job."""
 SET_BY_RAY = frozenset({"OMP_NUM_THREADS"})
-"""Variables that Ray sets to the seat's number of CPUs; to a run on one machine they are not set either."""
+"""Variables that Ray sets to the seat's number of CPUs; a run on one machine does not have them either."""
 
 
 class SeatHost:

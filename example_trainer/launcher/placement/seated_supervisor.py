@@ -2,7 +2,7 @@
 
 A gang is one program here: it has ended well once all its processes have, and has failed with the first that fails.
 Then all of them are stopped, and started again together. Where a seat is lost, the role is released and placed anew in
-a thread, so that the launch goes on meanwhile; a role without a place after the time for it has failed once more.
+a thread, so that the launch goes on meanwhile; a role that finds no place in time has failed once more.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class SeatedSupervisor(Supervisor):
         return program
 
     def failed(self) -> list[SupervisedProgram]:
-        """Return the programs that ended or lost something, those that found no place among them."""
+        """Return the programs that ended or lost something, including those that found no place."""
         failed = super().failed()
         for name, found in list(self._placing.items()):
             if found.done():
@@ -124,13 +124,13 @@ class SeatedSupervisor(Supervisor):
         if waiting is not None:
             waiting.add_done_callback(lambda _: self._placement.release(name))
         lost = self._placement.lost()
-        has_left = program.exit_code == 0  # a server that has drained; after a failure the same seats serve again
+        has_left = program.exit_code == 0  # a server that has drained; after a failure the same seats are used again
         if program.seats and (has_left or any(seat.name in lost for seat in program.seats)):
             del self._seats[name]
             self._placement.release(name)
 
     def close(self, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
-        """End the programs in seats, then those here: what the first still say reaches the broker."""
+        """End the programs in seats, then those here: the broker still gets the last messages of the former."""
         programs = list(self._programs.values())
         self._programs.clear()
         self._stop_all((seat for program in programs for seat in program.seats), grace_seconds)

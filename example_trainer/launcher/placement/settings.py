@@ -40,7 +40,7 @@ class SeatResources(BaseModel):
 
 
 class PlacementSettings(BaseModel):
-    """The settings of the `placement:` section that are no sizes of a layout."""
+    """The settings of the `placement:` section besides the sizes of a layout."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -58,7 +58,7 @@ class PlacementSettings(BaseModel):
 
     @property
     def own_token(self) -> str:
-        """A token for the broker of this launch, which other machines reach, where no other is given."""
+        """A token for this launch's broker, which other machines can reach; it is used if no other is given."""
         return self._own_token
 
     @property
@@ -88,7 +88,7 @@ def split_section(section: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def launchers_own(section: Mapping[str, Any], layout: DistributedLayout | None) -> dict[str, Any]:
-    """Return the launcher's settings, by their flags, that the section and its layout decide unless they are given."""
+    """Return, by their flags, the launcher's settings that follow from the section unless they are given."""
     found = {flag: section[key] for key, flag in _FLAGS.items() if key in section}
     if layout is not None and section.get("kind") == "ray":
         found["num_inference_nodes"] = layout.rollout_replicas
@@ -96,7 +96,7 @@ def launchers_own(section: Mapping[str, Any], layout: DistributedLayout | None) 
 
 
 def read_placement(section: Mapping[str, Any], flags: Mapping[str, Any]) -> PlacementSettings:
-    """Return the settings of the section and the launcher's flags; raise `ConfigError` for values of no use."""
+    """Return the settings of the section and the launcher's flags; raise `ConfigError` for unusable values."""
     given = {**section, **{key: flags[flag] for key, flag in _FLAGS.items()}}
     try:
         settings = validate(PlacementSettings, check_keys(PlacementSettings, given, where="placement"))

@@ -94,7 +94,7 @@ def check_internals() -> None:
 
 
 def fork_engine_core() -> None:
-    """Make vLLM fork its engine core from this process, so that it need not repeat the imports. On a CPU only.
+    """Make vLLM fork its engine core from this process on a CPU, so that it need not repeat the imports.
 
     vLLM insists on `spawn` for CPUs. Forking is safe: torch's thread pool has not been used here yet, and with one
     thread it never will be.
@@ -171,7 +171,7 @@ def use_socket(listening: socket.socket) -> None:
 
 
 def end_engine(async_llm: Any) -> None:
-    """Kill the idle engine at once: it has nothing to save, and vLLM's way spends seconds on what the exit frees."""
+    """Kill the idle engine at once: it has nothing to save, and vLLM's own shutdown takes seconds for no gain."""
     if async_llm.output_handler is not None:
         async_llm.output_handler.cancel()
     resources = async_llm.engine_core.resources

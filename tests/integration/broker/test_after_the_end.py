@@ -59,5 +59,5 @@ def test_the_same_under_v1(legacy):
         assert (pacing.state, pacing.num_steps, pacing.room_sequences) == ("finished", 3, 0)
         late = client.register_environment(EnvironmentRequest(name="late", group_size=4, max_token_length=9))
         assert (late.pacing.state, late.run_id, late.batch_size) == ("wait", None, 0)
-        # Registering again is coming for the next run.
+        # An environment that registers again waits for the next run.
         assert client.register_environment(request).pacing.state == "wait"

@@ -81,11 +81,11 @@ def test_a_tight_staleness_budget_reaches_legacy_environments_as_a_longer_queue(
     legacy.register_env()
     for ident in range(2):
         legacy.post(ident)
-    # One batch waits, which is all that may; the environment's own limit is three batches, six groups.
+    # One batch waits, which is the limit; the environment's own limit is three batches, six groups.
     assert legacy.status_env(0).json()["queue_size"] == 6
 
 
-def test_groups_that_no_trainer_can_use_are_counted_whoever_sends_them(legacy, make_group):
+def test_groups_that_no_trainer_can_use_are_counted_for_every_sender(legacy, make_group):
     legacy.start()
     bad = make_group(1) | {"scores": [1.0]}
     legacy.http.post("/v1/environments", json={"name": "env", "group_size": 4, "max_token_length": 9})

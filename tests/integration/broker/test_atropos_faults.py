@@ -168,7 +168,7 @@ def test_b9_a_group_no_batch_can_use_yet_is_called_buffered(legacy):
     assert legacy.post(2, 1).json() == {"status": "received"}
 
 
-def test_b10_a_size_that_fills_no_batch_is_told_at_registration(legacy):
+def test_b10_a_size_that_fills_no_batch_is_reported_at_registration(legacy):
     legacy.start(batch_size=12)
     response = legacy.http.post(
         "/register-env", json={"max_token_length": 1, "desired_name": "e", "weight": 1.0, "group_size": 8}
@@ -297,7 +297,7 @@ def test_b19_a_full_queue_holds_the_answer_back_until_there_is_room(legacy):
         time.sleep(0.2)
         assert not third.done()
         assert legacy.idents() == [1]
-        # Handing out makes room; the commit that comes with the next call wakes those that wait.
+        # Handing out makes room; the commit that comes with the next call wakes the waiting callers.
         assert legacy.idents() == [2]
         assert third.result(timeout=5).json() == {"status": "received"}
 
@@ -320,7 +320,7 @@ def test_b20_status_env_and_batch_do_not_slow_down_with_the_queue(legacy, make_g
     assert seconds(legacy.batch) < 5 * few + 0.3
 
 
-def test_b21_a_repeat_under_the_same_key_is_no_second_group(legacy, make_group):
+def test_b21_a_repeat_under_the_same_key_is_not_a_second_group(legacy, make_group):
     legacy.start(batch_size=4)
     for _ in range(2):
         response = legacy.http.post("/scored_data", json=make_group(1), headers={"Idempotency-Key": "k"})

@@ -113,7 +113,7 @@ def test_nothing_changes_on_behalf_of_a_foreign_page(url_without_token, method, 
             assert response.json()["type"].endswith("/cross-site-request")
 
 
-def test_the_token_in_a_path_is_no_pass_for_foreign_pages(guarded):
+def test_the_token_in_a_path_is_not_a_pass_for_foreign_pages(guarded):
     response = httpx.get(f"{guarded}/t/{TOKEN}/reset_data", headers={"Sec-Fetch-Site": "cross-site"})
     assert response.status_code == 403
     assert TOKEN not in response.text

@@ -65,7 +65,7 @@ def unpack(tar, folder):
 
 
 def group_of(ident):
-    """A group whose first token tells it from all others."""
+    """A group whose first token is unique."""
     group = make_group(SIZE, 24)
     for tokens in group.tokens:
         tokens[0] = ident

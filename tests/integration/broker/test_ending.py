@@ -94,7 +94,7 @@ TOKEN = "a-secret-of-ours"
 FORGED = "x\n00:00:00 run-api I forged\r\x1b[31m"
 
 
-def test_nobody_writes_into_the_log_and_no_token_gets_there():
+def test_requests_cannot_write_into_the_log_and_no_token_gets_there():
     with running("--store", "memory", "--token", TOKEN, "--log-level", "debug") as (url, process):
         inside = f"{url}/t/{TOKEN}"
         httpx.post(f"{inside}/scored_data", json={"tokens": FORGED, "masks": [], "scores": []})

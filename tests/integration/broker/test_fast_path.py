@@ -109,7 +109,7 @@ def test_pipelined_requests_are_answered_in_their_order(peer):
         kind = place % 4
         requests.append([question[0], question[7], peer.request("GET", "/livez"), peer.chunked(*status_of(7))][kind])
         expected.append([200, 404, 200, 404][kind])
-    # More than are answered in one go, and some cut anywhere.
+    # More requests than are answered at once, some of them cut at any byte.
     requests += [question[7], question[0]] * 30
     expected += [404, 200] * 30
     stream = b"".join(requests)
@@ -214,7 +214,7 @@ def test_a_peer_that_asks_and_never_reads_is_stopped_and_others_are_answered():
                     sent += greedy.socket.send(flood)
                 except BlockingIOError:
                     assert client.get("/status").status_code == 200
-        # What the kernels hold between the two, and no more than a little of ours.
+        # The kernels' buffers between the two, and only a little of the broker's.
         assert sent < 50_000_000
         greedy.socket.setblocking(True)
 

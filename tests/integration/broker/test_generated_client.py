@@ -20,7 +20,7 @@ MODELS = 80
 )
 @pytest.mark.timeout(600)
 def test_a_generated_client_makes_a_run_of_both_contracts(tmp_path):
-    # A Python of its own: it must neither find this project nor be found by it.
+    # An environment of its own: neither this project nor the client may import the other.
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     bin_ = tmp_path / "environment" / "bin"
 
@@ -34,7 +34,7 @@ def test_a_generated_client_makes_a_run_of_both_contracts(tmp_path):
     with served_broker() as url:
         where = ("--url", f"{url}/openapi.json", "--output-path", "broker_client", "--meta", "none")
         told = run(str(bin_ / "openapi-python-client"), "generate", *where)
-        # The binary form is for our own client; all else has to be understood.
+        # The binary form is for our own client; a generated client has to understand all others.
         warnings = [block.strip() for block in told.split("WARNING parsing ")[1:]]
         assert [block.partition("\n\n")[2].splitlines()[0] for block in warnings] == [
             "Unsupported content type application/vnd.atropos.columns"

@@ -46,8 +46,8 @@ CHECKS = [
 ]
 # Under the Atropos contract, and inside of groups, numbers may come as text, as Atropos' own broker takes them.
 LAX_CHECKS = CHECKS[:-1]
-# What may be refused although the schema allows it: rows that differ in length, a size above the run's batch, an id
-# that is neither in the query nor in the body, a rank that is not below the world size, an address that leads nowhere.
+# Requests that may be refused although the schema allows them: rows that differ in length, a size above the run's
+# batch, an id that is neither in the query nor in the body, a rank that is not below the world size, an unknown host.
 REFUSED_BY_RULE = {
     "/v1/groups",
     "/v1/environments",
@@ -241,7 +241,7 @@ def test_whatever_is_made_up_the_answer_is_one_of_those_documented(url, operatio
         if operation.path not in REFUSED_BY_RULE:
             checks = [*checks, positive_data_acceptance]
         case.validate_response(response, checks=checks)
-        # A fault of ours is documented too, as what it is.
+        # A fault of the broker's is documented too, as an error of the server.
         assert response.status_code != 500, response.text
         check_problem(operation, response)
 

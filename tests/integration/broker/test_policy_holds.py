@@ -37,10 +37,10 @@ def test_the_trainer_is_told_of_a_hold_before_and_after_it_publishes(client, run
     assert client.release_policy(hold.hold_id).kept is False
 
 
-def test_a_hold_that_was_heeded_says_so_when_it_is_given_back(client, run):
+def test_a_released_hold_says_that_the_version_was_kept(client, run):
     publish(client, run, 1)
     hold = client.hold_policy(60)
-    # A step that moved no weights leaves the version as it is.
+    # A step that changed no weights does not change the version.
     client.update_policy(PolicyUpdate(run_id=run.run_id, version=1, step=2, published_at=time.time()))
     assert client.release_policy(hold.hold_id).kept is True
     assert client.get_policy().held_seconds == 0
@@ -100,7 +100,7 @@ def test_a_hold_needs_a_run_and_ends_with_it(client):
     assert client.get_policy().held_seconds == 0
 
 
-def test_everyone_sees_the_hold_and_nobody_its_id(client, run):
+def test_all_callers_see_the_hold_but_not_its_id(client, run):
     environment = client.register_environment(EnvironmentRequest(name="e", group_size=4, max_token_length=9))
     assert environment.pacing.policy_held_seconds == 0
     hold = client.hold_policy(60, reason="gsm8k")

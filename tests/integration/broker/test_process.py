@@ -130,7 +130,7 @@ def test_a_wide_address_makes_up_a_token_and_asks_for_it():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_at_once_whoever_is_waiting(number):
+def test_a_signal_ends_it_at_once_even_if_callers_wait(number):
     port = free_port()
     process = start(port, "memory")
     with BrokerClient(f"http://127.0.0.1:{port}", retry_seconds=0.0) as client:

@@ -51,7 +51,7 @@ def test_a_group_whose_answer_never_left_is_taken_once_however_often_it_comes(sl
     assert broker.state.counters.groups_received_total == 1
     assert httpx.post(f"{url}/scored_data", content=body).json() == {"status": "received"}
     assert (broker.state.queue.groups, broker.state.counters.groups_duplicate_total) == (1, 1)
-    # The repeat was answered: the same bytes once more are another group.
+    # The repeat was answered, so the same bytes once more are another group.
     httpx.post(f"{url}/scored_data", content=body)
     assert broker.state.queue.groups == 2
 
@@ -100,7 +100,7 @@ def test_equal_losses_stand_for_one_repeat(legacy, make_group):
     taken = after["groups_received_total"] - before["groups_received_total"]
     repeats = after["groups_duplicate_total"] - before["groups_duplicate_total"]
     assert taken + repeats == 60
-    # Equal fingerprints stand for one expected repeat, whatever number of attempts was lost.
+    # Equal fingerprints mean one expected repeat, however many attempts were lost.
     assert repeats <= 1
 
 

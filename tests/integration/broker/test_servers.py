@@ -1,4 +1,4 @@
-"""The registry of inference servers over HTTP: who waits is told at once, nothing is polled, and it costs little."""
+"""The registry of inference servers over HTTP: waiting callers are answered at once, without polling, and cheaply."""
 
 import os
 import threading
@@ -83,10 +83,10 @@ def test_followers_get_the_whole_set_once_it_changes(client, pool):
     answer = waiting.result(2)
     assert states(answer) == {"a": "serving", "b": "joining"}
     assert answer.epoch > found.epoch
-    assert client.get_servers("default", since=found.epoch, wait_seconds=20.0).epoch >= answer.epoch, "at once"
+    assert client.get_servers("default", since=found.epoch, wait_seconds=20.0).epoch >= answer.epoch, "without waiting"
 
 
-def test_a_silent_server_is_out_when_its_lease_ends_although_nobody_calls(client, pool):
+def test_a_silent_server_is_out_when_its_lease_ends_even_without_a_call(client, pool):
     client.renew_server("a", report(mode="fixed"))
     began, found = time.monotonic(), client.get_servers(answering=True)
     gone = found

@@ -111,7 +111,7 @@ def test_a_takeover_supersedes_the_older_trainer(loop):
     assert loop.client.status()["run"]["state"] == "finished"
 
 
-def test_an_operator_ends_a_run_whoever_holds_it(loop):
+def test_an_operator_ends_a_run_of_any_trainer(loop):
     run_id = loop.begin(resume=True).run_id
     for body in ({"json": {}}, {"content": b""}):
         assert httpx.post(f"{loop.client.url}/v1/runs/{run_id}/finish", **body).status_code == 204

@@ -113,7 +113,7 @@ def test_an_environment_of_the_old_kind_collects_groups_unmodified(inference, to
             assert trained
             assert tokens[-len(trained) :] == trained
     for unknown in ("score_buffer_size", "start_tok_length", "colour"):
-        assert unknown in done.stderr, f"nothing was said of {unknown}"
+        assert unknown in done.stderr, f"no message names {unknown}"
 
 
 def test_it_evaluates_and_takes_the_server_it_is_told(inference, tokenizer_folder, tmp_path):

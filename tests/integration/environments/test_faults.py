@@ -76,7 +76,7 @@ async def serve(env, *, steps, seconds_a_step=0.0):
 async def test_a_full_queue_begins_nothing_new_and_throws_no_begun_rollout_away(tokenizer_folder):
     env = make(tokenizer_folder, delay_seconds=0.02, max_batches_offpolicy=1, steps_per_eval=0)
     await serve(env, steps=6, seconds_a_step=0.05)
-    # Only at the end of the run may there be some in progress whose groups are not awaited.
+    # Only at the end of the run may some rollouts be in progress whose groups are not awaited.
     assert env.ended >= 12
     assert env.begun - env.ended <= 2
 

@@ -1,4 +1,4 @@
-"""An environment's own code may do what it likes: it costs its own item, and neither the server nor the run."""
+"""An environment's own code may do anything: only its own item is lost, never the server or the run."""
 
 import asyncio
 import contextlib
@@ -163,7 +163,7 @@ async def test_a_member_whose_code_ends_the_process_ends_its_group_alone(tokeniz
 async def test_a_rollout_that_ignores_its_cancellation_stops_the_server(tokenizer_folder, monkeypatch, caplog):
     monkeypatch.setattr(rollouts, "CANCELLATION_SECONDS", 0.1)
     stop = StopRequest()
-    monkeypatch.setattr(stop, "set_grace", lambda *_: None)  # which would end this process
+    monkeypatch.setattr(stop, "set_grace", lambda *_: None)  # it would end this process
 
     async def ignores(self, group):
         while not stop.count:

@@ -99,7 +99,7 @@ async def test_env_step_checks_can_send_groups_of_its_own(tokenizer_folder):
     assert any(group.tokens == [[7, 7, 7], [7, 7, 7]] for group in groups)
 
 
-async def test_an_env_step_checks_that_raises_is_told_and_stops_nothing(tokenizer_folder, caplog):
+async def test_an_env_step_checks_that_raises_is_reported_and_stops_nothing(tokenizer_folder, caplog):
     class Raising(Env):
         async def env_step_checks(self):
             raise ValueError("not today")

@@ -418,7 +418,7 @@ async def test_a_run_whose_groups_all_score_alike_says_so_at_the_broker_and_in_t
     assert "groups collected, all dropped: every score is 0" in caplog.text
 
 
-async def test_groups_that_the_broker_refuses_are_told_as_dropped(tokenizer_folder):
+async def test_groups_that_the_broker_refuses_are_reported_as_dropped(tokenizer_folder):
     class NotFinite(ArithmeticEnv):
         async def score_answer(self, item, text):
             return float("nan")

@@ -186,7 +186,7 @@ def test_an_environment_may_be_started_before_everything_else(tokenizer_folder):
 
 
 def test_a_mistyped_broker_host_is_one_line_and_exit_code_2(tokenizer_folder):
-    """R33: a name that does not resolve is told apart from a broker that is not up yet."""
+    """R33: a name that does not resolve is distinguished from a broker that is not up yet."""
     with environment("http://127.0.0.1:1", "http://brokr.invalid:8000", tokenizer_folder) as process:
         _, stderr = process.communicate(timeout=30)
         assert process.returncode == 2

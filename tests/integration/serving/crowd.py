@@ -139,7 +139,7 @@ def add_generated(output: Output, part: dict[str, Any]) -> None:
     output.logprobs = output.logprobs or []
     if rows and isinstance(rows[0], list):
         output.alternatives = output.alternatives or []
-        assert all(len(row) == len({key for entry in row for key in entry}) for row in rows), "each token once"
+        assert all(len(row) == len({key for entry in row for key in entry}) for row in rows), "no token twice"
         output.alternatives += [{int(key): value for entry in row for key, value in entry.items()} for row in rows]
         output.logprobs += [next(iter(row[0].values())) for row in rows]
     else:

@@ -14,7 +14,7 @@ GUIDES = [
     {"json": {"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}}, "required": ["a"]}},
     {"json": {"type": "array", "items": {"enum": ["x", "yy"]}, "minItems": 1, "maxItems": 3}},
     {"grammar": 'root ::= "(" root ")" | [a-f]+'},
-    # Of this one xgrammar would pass over the lengths, so vLLM chooses another library.
+    # xgrammar would ignore the lengths of this schema, so vLLM chooses another library.
     {"json": {"type": "string", "pattern": "^[ab]+$", "minLength": 2, "maxLength": 6}},
 ]
 

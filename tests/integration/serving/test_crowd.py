@@ -76,13 +76,13 @@ class Verdict:
         oldest, newest = said.versions
         versions = spans or range(oldest, newest + 1)
         under = {numbers(version) for version in versions}
-        if spans and len(under) > 1:  # each token is of the version stamped on it; alone only the first ones can be
+        if spans and len(under) > 1:  # each token has a version; compared alone, only the first can agree
             self.counts["changed on the way"] += 1
             found = until_difference(lone, said, numbers)
         else:
             found = [difference(lone[number], said) for number in sorted(under)]
             found = None if None in found else found[0]
-            if len(under) > 1 and found is not None:  # `/v1` does not tell the versions
+            if len(under) > 1 and found is not None:  # `/v1` does not return the versions
                 self.counts["changed on the way, untold"] += 1
                 found = None if begins_as_one_of(ask, lone, said) else found
             else:
@@ -140,7 +140,7 @@ def test_among_adapters_that_come_and_go_requests_are_answered_as_alone(start_se
 
     server = start_server("--enable-lora", "--max-loras", "3", environ={"ATROPOS_BRIDGE_TOKEN": "known"})
     sender = Sender(server, tiny_qwen2)
-    names = ("fixed-1", "fixed-2")  # without a version, so that no later one takes their place
+    names = ("fixed-1", "fixed-2")  # without a version, so that no later one replaces them
     for name in names:
         sender.save(tmp_path / name)
         loaded = {"name": name, "path": str(tmp_path / name), "activate": False}

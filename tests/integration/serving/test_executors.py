@@ -79,7 +79,7 @@ def test_requests_of_all_kinds_are_answered_beside_others_and_a_publish_as_alone
     sent = mixed(KINDS, KINDS, requests, RequestMaker(7, str(server.model)).mistakes())
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(crowd.together, [ask for ask, _ in sent], CLIENTS)
-        policy.publish(0, in_flight="recompute")  # the same weights, so that one answer is right
+        policy.publish(0, in_flight="recompute")  # the same weights, so one answer is right
         said = pending.result()
     verdict = Verdict()
     for (_, number), (ask, _), each in zip(sent, sent, said, strict=True):

@@ -93,7 +93,7 @@ def test_prompt_logprobs_are_the_models_own_for_each_token_given(plain_server, r
             assert value == pytest.approx(float(scores[position, int(token)]), abs=1e-4)
 
 
-def test_prompt_logprobs_are_told_only_when_asked_for(plain_server):
+def test_prompt_logprobs_are_returned_only_on_request(plain_server):
     assert "prompt_logprobs" not in plain_server.generate(PROMPT, max_tokens=1)
 
 
@@ -134,7 +134,7 @@ def test_a_mistake_is_answered_with_422_the_field_and_the_value(plain_server, bo
 
 
 @pytest.mark.parametrize("body", [b"", b"no JSON", b'{"prompt": "\xff"}'])
-def test_what_is_no_json_is_answered_with_400(plain_server, body):
+def test_a_body_that_is_not_json_is_answered_with_400(plain_server, body):
     answer = plain_server.client.post("/generate", content=body)
     assert (answer.status_code, answer.json()["type"].rpartition(":")[2]) == (400, "bad-json")
 

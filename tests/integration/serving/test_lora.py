@@ -82,7 +82,7 @@ def test_an_adapter_can_be_asked_for_by_name(lora_server):
     assert lora_server.post("/generate", {"prompt": PROMPT, "model": "policy-v9"}).status_code == 404
 
 
-def test_names_are_not_reused_and_mistakes_are_told(lora_server, adapters, tmp_path):
+def test_names_are_not_reused_and_mistakes_are_reported(lora_server, adapters, tmp_path):
     again = post(lora_server, "/lora/load", name="policy-v1", path=str(adapters[1][0]))
     assert (again.status_code, again.json()["type"].rsplit(":", 1)[1]) == (409, "name-used")
     assert post(lora_server, "/lora/load", name="x", path=str(tmp_path)).status_code == 422
@@ -266,7 +266,7 @@ def test_r23_running_requests_end_on_the_adapter_they_began_with_and_old_ones_go
         replies = [each.result() for each in pending]
         assert told.result().json()["model"] == f"policy-v{oldest}"
     assert {reply["policy_versions"][0][0][2] for reply in replies} == {oldest}
-    assert later["policy_versions"][0][0][2] == sender.version, "and its prefix is not that of the old adapter"
+    assert later["policy_versions"][0][0][2] == sender.version, "the prefix of the old adapter is not reused"
     errors = [error for reply in [*replies, later] for error in sender.errors(reply)]
     assert len(errors) >= 2000
     assert max(errors) <= 1e-4
@@ -274,8 +274,8 @@ def test_r23_running_requests_end_on_the_adapter_they_began_with_and_old_ones_go
     wait_until(lambda: lora_server.get("/lora/status")["retired"] == [])
     counters = lora_server.debug()
     assert counters["adapters_in_memory"] == len(loaded(lora_server)) == 3
-    assert counters["adapter_disk_loads_total"] == 3, "those that were loaded by path, once each"
-    assert in_metrics(lora_server) <= {"", *loaded(lora_server)}, "a row for each set ever seen would pile up"
+    assert counters["adapter_disk_loads_total"] == 3, "each adapter that was loaded by path is listed once"
+    assert in_metrics(lora_server) <= {"", *loaded(lora_server)}, "rows of adapters that are gone would accumulate"
     assert lora_server.post("/generate", {"prompt": PROMPT, "model": f"policy-v{oldest}"}).status_code == 404
 
 

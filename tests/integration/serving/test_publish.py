@@ -98,7 +98,7 @@ def test_r6_the_spans_of_a_crossing_request_are_the_same_in_each_form_of_the_ans
     for answer in answers:
         ((first, boundary, before), (again, end, after)) = answer["policy_versions"][0]
         assert (first, again, end, before, after) == (0, boundary, 1000, old, new)
-    assert answers[0]["streamed"] > 100, "and the stream told its tokens as they came"
+    assert answers[0]["streamed"] > 100, "the stream sent its tokens as they were sampled"
 
 
 def test_r1_short_outputs_drain_and_recompute_nothing(shared_server, reference, decode_under_publishes, errors_of):

@@ -85,7 +85,7 @@ def check_trained(batch, group, old, new):
         [version for start, end, version in spans for _ in range(start, end)] for spans in group.policy_versions
     ]
     assert all(set(versions) == {old, new} for versions in expected)
-    assert all(len(versions) == OUTPUT_TOKENS for versions in expected), "all that is trained, and no more"
+    assert all(len(versions) == OUTPUT_TOKENS for versions in expected), "exactly the trained tokens"
     flat = [version for versions in expected for version in versions]
     assert targets.versions.tolist() == targets.version_bounds.tolist() == flat
     found = staleness_metrics(token_ages(targets.version_bounds, {old: 4, new: 5}, 5))

@@ -57,12 +57,12 @@ def test_help_loads_neither_vllm_nor_torch_nor_fastapi():
     assert run([], command=[sys.executable, "-c", probe]).stdout.strip().endswith("[]")
 
 
-def test_a_missing_model_is_told_at_once(tmp_path):
+def test_a_missing_model_is_reported_at_once(tmp_path):
     refused(run(["--model", tmp_path / "nothing"]), "nothing", "no such directory")
     refused(run(["--model", tmp_path]), "config.json")
 
 
-def test_a_taken_port_is_told_with_who_has_it_and_the_flag(tiny_qwen2):
+def test_a_taken_port_is_reported_with_its_holder_and_the_flag(tiny_qwen2):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -109,7 +109,7 @@ def test_an_unknown_flag_gets_one_line_with_the_nearest(tiny_qwen2):
 
 
 @pytest.mark.parametrize("seconds", [0, 1.8, 2.1])  # while it loads; in its first calls; about when it is ready
-def test_a_start_whose_engine_is_killed_is_no_refusal_so_that_a_launcher_tries_again(tiny_qwen2, seconds):
+def test_a_start_whose_engine_is_killed_is_not_a_refusal_so_that_a_launcher_tries_again(tiny_qwen2, seconds):
     command = [*MODULE, "--model", tiny_qwen2, "--port", "0"]
     with subprocess.Popen(list(map(str, command)), cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as server:
         process, engines = psutil.Process(server.pid), []

@@ -71,7 +71,7 @@ def test_an_adapter_from_a_directory_is_split_too_and_a_failure_of_both_ranks_is
         for name in ("broken", "saved")
     ]
     assert [answer.status_code for answer in answers] == [422, 200], [answer.text for answer in answers]
-    assert set(server.debug()) >= {"adapter_disk_loads_total", "adapters_registered"}, "replies are in step again"
+    assert set(server.debug()) >= {"adapter_disk_loads_total", "adapters_registered"}, "replies match requests again"
     reply = server.generate(PROMPT, max_tokens=20, compact=True, ignore_eos=True)
     said, expected = reply["logprobs"][0], sender.logprobs(sender.version, PROMPT, reply["token_ids"][0])
     assert said == pytest.approx(expected, abs=1e-4)

@@ -98,7 +98,7 @@ def test_a_broker_that_is_not_there_is_one_line_with_the_words_people_search_for
     assert "Atropos API not reachable" in found.stderr.splitlines()[-1]
 
 
-def test_r33_a_mistyped_host_is_told_at_once(bench: Workbench, tmp_path: Path) -> None:
+def test_r33_a_mistyped_host_is_reported_at_once(bench: Workbench, tmp_path: Path) -> None:
     started = time.monotonic()
     found = run("module", *arguments(bench, tmp_path, **{"atropos-url": "http://no-such-host.invalid:8000"}))
     assert found.returncode == 2

@@ -78,7 +78,7 @@ def steps_logged(path: Path) -> int:
 def kill_after(config: Any, step: int, delay_seconds: float) -> bool:
     """Start the trainer, kill it some time after it has logged `step`; return True if it was still running."""
     path = config.required_run_dir / "metrics.jsonl"
-    step = max(step, steps_logged(path) + 1)  # so that this attempt comes further than the one before
+    step = max(step, steps_logged(path) + 1)  # so that this attempt gets further than the one before
     process = start(config)
     assert process.pid is not None
     while process.is_alive() and steps_logged(path) < step:

@@ -82,7 +82,7 @@ def test_what_is_missing_is_one_line_that_names_it(finished: Path, tmp_path: Pat
         run(["--lr", "1e-3"])
 
 
-def test_a_batch_that_columns_cannot_say_is_kept_all_the_same(tmp_path: Path) -> None:
+def test_a_batch_that_columns_cannot_express_is_kept_too(tmp_path: Path) -> None:
     odd = Batch(number=2, run_id="r", groups=[Group(tokens=[[2**40]], masks=[[-100]], scores=[1.0])])
     write_batch(tmp_path / "batch-2.atb", odd)
     assert encode_batch(odd).startswith(b"{")

@@ -41,7 +41,7 @@ def test_before_the_first_checkpoint_it_begins_again_as_the_same_run_and_logs_ea
     assert bench.trainer(config, bridge).run()
     assert bench.sessions[-1].info.run_id == run.run_id
     assert [line["step"] for line in bench.metrics(config)] == list(range(1, steps + 1))
-    # The version of the publish that broke off is never used for other weights: a client may have been given it.
+    # The version of the interrupted publish is never used for other weights: a client may have received it.
     assert bridge.published[0][0] == DyingBridge.last_version + 2
 
 

@@ -1,4 +1,4 @@
-"""`atropos-sft` as a process: killed and resumed it ends bit by bit like a run that nobody disturbed."""
+"""`atropos-sft` as a process: killed and resumed, it ends bit for bit like an undisturbed run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*usual.split(), "--model-name", str(model), "--dataset", str(folder / "texts.jsonl"), "--lr", "1e-3"]
 
 
-def test_killed_and_resumed_it_ends_like_a_run_that_nobody_disturbed(flags: list[str], tmp_path: Path) -> None:
+def test_killed_and_resumed_it_ends_like_an_undisturbed_run(flags: list[str], tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     flags = [*flags, "--checkpoint-interval", "10"]
     command = [sys.executable, "-m", "example_trainer.sft", *flags, "--training-steps", str(LONG)]

@@ -83,7 +83,7 @@ class PlainClients:
         newest = list(itertools.accumulate((version for _, version in seen), max))
         times, fallen = [ended for ended, _ in seen], []
         for answer in self.answers:
-            if answer.version is None:  # its route tells none
+            if answer.version is None:  # its route returns none
                 continue
             before = bisect.bisect_left(times, answer.started)
             if before and answer.version < newest[before - 1]:

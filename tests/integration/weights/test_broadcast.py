@@ -31,7 +31,7 @@ MAX_ERROR, MEAN_ERROR = 1e-4, 5e-6
 SMALL_BUCKET = 1 << 14
 """Bucket size in bytes: the tiny model takes more than five, so that a transfer can break off between two."""
 
-# A server that does what the file it is given says; with an empty file all is as it should be.
+# A server whose behaviour is in the given file; with an empty file it behaves normally.
 FAULTY = """
 import sys
 from pathlib import Path
@@ -251,7 +251,7 @@ def test_whatever_fails_before_all_have_loaded_both_go_on_with_the_old_version_u
     fault.write_text("")
     assert [server.version for server in servers] == [before, before]
     bridge._policy.load_masters(old)
-    assert agree(bridge, before), "both still compute with the old weights, bit by bit those that they had"
+    assert agree(bridge, before), "both still compute with the old weights, which have the same bits"
     bridge._policy.load_masters(new)
     bridge.publish(before + 1)
     assert agree(bridge, before + 1)
@@ -272,7 +272,7 @@ def test_r41_whichever_exchange_with_one_server_is_lost_both_come_to_the_new_ver
             bridge.publish(version)
         assert len(lost) == 1, (what, moment)
         assert [server.version for server in servers] == [version, version], (what, moment)
-    assert time.monotonic() - started < TIMEOUT_SECONDS, "nobody waits for a member that was not told"
+    assert time.monotonic() - started < TIMEOUT_SECONDS, "no member waits for one that did not get the request"
     assert agree(bridge, version)
     bridge._policy.load_masters(weights)
 

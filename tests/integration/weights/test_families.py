@@ -89,7 +89,7 @@ def test_r5_a_family_is_mapped_whole_and_agrees_after_every_publish(family, mode
         agreement = compare(policy, samples)
         assert agreement.difference.within(agreement.limit), agreement
         with policy.with_weights(old):
-            assert not compare(policy, samples).difference.within(agreement.limit), "else agreement decides nothing"
+            assert not compare(policy, samples).difference.within(agreement.limit), "otherwise agreement proves nothing"
     bridge.close()
     server.stop()
 

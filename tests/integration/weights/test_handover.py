@@ -97,7 +97,7 @@ def test_r42_while_servers_replace_each_other_no_request_of_24_clients_fails_and
     for answer in clients.answers:
         if answer.body["digest"]:
             sent = hashlib.blake2b(answer.body["sent"], digest_size=16).hexdigest()
-            assert answer.body["digest"] == sent, "each request was answered as it was asked"
+            assert answer.body["digest"] == sent, "each request got the answer to its own question"
     assert [psutil.pid_exists(pid) for pid in pids] == [False] * 3 + [True]
 
 
@@ -180,7 +180,7 @@ def test_a_standby_answers_those_who_wait_for_a_server_that_was_killed(with_stan
 def test_a_standby_ends_with_its_manager_and_is_not_started_without_memory(with_standby, monkeypatch):
     pid = imported(with_standby)
     with_standby.prepare_standby()
-    assert with_standby._standby.pid == pid, "there is one already"
+    assert with_standby._standby.pid == pid, "there is a second server already"
     began = time.monotonic()
     with_standby.stop()
     assert time.monotonic() - began < 8
@@ -197,7 +197,7 @@ def _version(connection):
     return json.loads(connection.getresponse().read())["policy_version"]
 
 
-def test_a_server_that_is_stopped_for_good_says_so_to_who_waits_and_closes_the_port(manager):
+def test_a_server_that_is_stopped_for_good_answers_waiting_clients_and_closes_the_port(manager):
     vllm = manager(drain_seconds=0.0)
     vllm.start("m", version=1)
     vllm.wait_until_ready(1)
@@ -215,7 +215,7 @@ def test_a_server_that_is_stopped_for_good_says_so_to_who_waits_and_closes_the_p
     busy.close()
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_started(manager):
+def test_a_port_that_is_taken_is_reported_before_anything_is_started(manager):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         vllm = manager(port=taken.getsockname()[1])
         with pytest.raises(ServerUnavailable, match=rf"port {vllm._options.port} is taken by pid {os.getpid()}"):

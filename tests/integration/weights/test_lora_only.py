@@ -108,7 +108,7 @@ def test_whichever_exchange_is_lost_the_adapter_is_served_and_proven(bridge, mon
             bridge.publish(version)
         assert len(lost) == 1, (what, moment)
         assert bridge._server.identify().policy_version == version, (what, moment)
-        assert bridge.needs_publish() == (what == "info"), "what could not be proven is published again"
+        assert bridge.needs_publish() == (what == "info"), "a version that could not be proven is published again"
     bridge.publish(version + 1)
     assert not bridge.needs_publish()
     assert agrees(bridge, version + 1)

@@ -66,7 +66,7 @@ def agrees(bridge, version):
 
 
 @pytest.mark.timeout(300 + 60 * RESTARTS)
-def test_no_rollout_is_lost_when_a_new_server_starts_beside_the_old_one_and_no_stranger_harmed(
+def test_no_rollout_is_lost_when_a_new_server_starts_next_to_the_old_one_and_no_other_process_is_harmed(
     bridge_for, decoy, tmp_path, monkeypatch
 ):
     bridge = bridge_for()
@@ -83,13 +83,13 @@ def test_no_rollout_is_lost_when_a_new_server_starts_beside_the_old_one_and_no_s
             weights[version] = policy.snapshot()
             assert report.fence_seconds < report.seconds / 4, "the old one ends, then the new one answers"
             assert agrees(bridge, version)
-            assert bridge._proven, "what was put off was made up for"
+            assert bridge._proven, "the delayed proof was made later"
     assert load.errors == []
     assert len(load.samples) == load.asked
     assert load.versions() >= {4, version - 1}
     assert all(len(sample.versions) == 1 for sample in load.samples), "each rollout has one version"
     assert differences(policy, weights, load).max() <= 1e-4
-    assert load.longest_silence_seconds < report.seconds / 2, "nobody waited for the start of the new server"
+    assert load.longest_silence_seconds < report.seconds / 2, "no step waited for the start of the new server"
     assert sorted(path.name for path in (tmp_path / "served").iterdir()) == ["policy", f"policy-v{version}"]
     assert decoy.poll() is None
     assert not psutil.pid_exists(first)
@@ -128,7 +128,7 @@ def check_reading_in_place(bridge, policy, version, tmp_path, monkeypatch):
     save_file({"model.norm.weight": torch.zeros(norm.shape), "more": torch.zeros(1)}, tmp_path / "model.safetensors")
     refused = client._http.post("/bridge/reload", json={"path": str(tmp_path), "version": 99})
     assert refused.status_code == 422
-    assert client.info().torn, "nobody knows what the weights are now"
+    assert client.info().torn, "the server's weights are now unknown"
     assert client._http.post("/generate", json={"prompt": [1]}).status_code == 503
     client.close()
 

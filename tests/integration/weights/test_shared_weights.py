@@ -96,7 +96,7 @@ def test_r5_the_servers_logprobs_follow_each_publish(shared_server, bridge_to, f
         assert report.version == shared_server.version == version
         samples = samples_of(bridge, version)
         assert agrees(policy, samples)
-        assert differing_share(policy, samples, old) >= 0.9, "else agreement says nothing about the version"
+        assert differing_share(policy, samples, old) >= 0.9, "otherwise agreement proves nothing about the version"
 
 
 def test_a_prompt_cached_under_the_old_version_gets_the_new_versions_values(shared_server, bridge_to):
@@ -130,7 +130,7 @@ def test_one_copy_the_segment_is_the_same_file_in_both_processes_and_counted_onc
     bridge = bridge_to(shared_server)
     policy = bridge.prepare()
     for view in policy.served.values():
-        view.sum().item()  # touched here, so that the kernel counts it here
+        view.sum().item()  # touched in this process, so that the kernel counts it for this process
     storage = bridge._attached.manifest.storages[0]
     path = storage.handle["path"]
     inode = Path(path).stat().st_ino
@@ -325,7 +325,7 @@ def test_bf16_is_proven_by_rounding_and_learns_in_the_served_tensors_without_mas
     samples = samples_of(bridge, 7)
     assert compare(policy, samples, agreement.limit).difference.within(agreement.limit)
     with policy.with_weights(first):
-        assert not compare(policy, samples, agreement.limit).difference.within(agreement.limit), "or it decides nothing"
+        assert not compare(policy, samples, agreement.limit).difference.within(agreement.limit), "it proves nothing"
 
 
 @pytest.mark.skipif(os.environ.get("ATROPOS_KILLS") != "all", reason="two starts of vLLM; ATROPOS_KILLS=all runs it")

@@ -88,7 +88,7 @@ def test_of_two_that_find_no_server_the_one_that_is_late_uses_the_others(bridge_
     assert not (tmp_path / "vllm.log").exists()
 
 
-def test_a_port_that_something_else_holds_is_told_with_its_holder(bridge_to):
+def test_a_port_that_something_else_holds_is_reported_with_its_holder(bridge_to):
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         hanging_up = threading.Thread(target=_hang_up, args=(stranger,))
         hanging_up.start()

@@ -185,7 +185,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def begin(self, name, batch_size, unit, take_over=True):
         """Begin a run; rarely, since that ends the state that the other rules have built."""
         self.since_begin = 0
-        self.pass_time(0.001)  # before the model is asked: a trainer silent for 30 s is at work, for 30.001 s not
+        self.pass_time(0.001)  # before the model: a trainer is at work after 30 s without a request, not after 30.001 s
         run = self.model.run
         same = run is not None and not run.legacy and run.name == name
         if self.model.refuses_another() and not same and not take_over:
@@ -360,7 +360,7 @@ class BrokerMachine(RuleBasedStateMachine):
         for env in self.model.envs.values():
             env.seen = self.now
         if self.model.run is not None:
-            # Not each call of a trainer is written down.
+            # Not every call of a trainer is recorded.
             row = self.broker.state.runs.open
             assert row.trainer_seen_at == self.now or self.now - row.trainer_seen_at > 900
             self.model.run.heard, self.model.run.longest = row.trainer_seen_at, row.longest_silence_seconds

@@ -19,7 +19,7 @@ class ExpectedRepeats:
         if key is not None:
             return [] if key in self.keys else groups
         self.lost = {name: until for name, until in self.lost.items() if until >= now}
-        # A repeat is one until its own answer has left.
+        # A repeat is expected until its own answer has been sent.
         self.expected = set(self.lost)
         return [group for group in groups if self.lost.pop(group[:2], None) is None]
 

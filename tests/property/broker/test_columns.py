@@ -173,7 +173,7 @@ def test_damaged_bodies_are_the_senders_fault_and_cost_no_memory(body):
 
 @settings(max_examples=EXAMPLES)
 @given(body=st.binary(max_size=200))
-def test_bytes_that_are_no_columns_are_refused(body):
+def test_bytes_that_are_not_columns_are_refused(body):
     for attempt in (body, BODY[:8] + body, BODY[:16] + body):
         try:
             _, groups = check_submission(attempt)

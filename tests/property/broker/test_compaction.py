@@ -74,14 +74,14 @@ class Queue:
 @settings(max_examples=EXAMPLES)
 @given(actions=ACTIONS, fsync=st.sampled_from(["never", "always"]))
 def test_live_bodies_are_what_they_were_and_dead_ones_leave_the_disk(actions, fsync):
-    # What is tested is the order of things; the disk itself would only take its time.
+    # This tests the order of operations; a real sync of the disk would only cost time.
     with tempfile.TemporaryDirectory() as directory, patch("os.fdatasync"), patch("os.fsync"):
         queue = Queue(Path(directory), fsync)
         for kind, length in actions:
             if kind == "submit":
                 queue.submit(2, length)
             elif kind == "stay" and length < 100:
-                # Three sequences never make a batch of four with twos: this stays for ever.
+                # Three sequences never make a batch of four with groups of two: this group stays in the queue.
                 queue.submit(3, length)
             elif kind == "train":
                 queue.train()
@@ -95,6 +95,6 @@ def test_live_bodies_are_what_they_were_and_dead_ones_leave_the_disk(actions, fs
         queue.check()
         on_disk = sum(path.stat().st_size for path in Path(directory, "segments").iterdir())
         live = sum(row.body.length + 12 for lane in queue.broker.state.queue.lanes for row in lane)
-        # A quarter of each sealed segment is alive; three are being written, read from or about to go.
+        # A quarter of each finished segment is live; three segments are being written, read or about to be removed.
         assert on_disk <= 4 * live + 3 * (SEGMENT_BYTES + 1000)
         queue.broker.close()

@@ -49,7 +49,7 @@ def as_floats(rows):
 
 def judge(check, raw, good):
     judge_text(check, raw, good)
-    # Large arrays are judged in another way than small ones: space makes the same array large.
+    # Large arrays are checked in another way than small ones: spaces make the same array large.
     judge_text(check, raw[0] + " " * 16384 + raw[1:], good)
 
 

@@ -1,4 +1,4 @@
-"""Any interleaving of scalers, launchers, restarts and time: nobody is told that a number is followed which is not."""
+"""Any interleaving of scalers, launchers, restarts and time: no caller hears that a number is followed if it is not."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule

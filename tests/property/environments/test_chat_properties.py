@@ -107,7 +107,7 @@ def test_trained_positions_are_exactly_the_sampled_ones(tokenizers, script, fami
 
     session = anyio.run(run)
     check(session.nodes, server.given)
-    # One conversation is one sequence, whatever the template trims or drops; each further sample is one more.
+    # One conversation is one sequence, even if the template trims or drops text; each further sample is one more.
     assert len(session.nodes) == 1 + sum(turn["n"] - 1 for turn in script)
     longest = max(session.nodes, key=lambda node: len(node.tokens))
     assert [span[2] for span in longest.policy_versions] == [turn["version"] for turn in script]

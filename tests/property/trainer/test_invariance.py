@@ -112,7 +112,7 @@ def shared_out(rows: list[Row], parts: int, world_size: int) -> list[set[int]]:
 def test_mini_batches_hold_the_same_rows_however_many_ranks_there_are(
     rows: list[Row], parts: int, world_size: int
 ) -> None:
-    # Groups with exactly the same tokens may change places.
+    # Groups with exactly the same tokens may be exchanged.
     distinct = [Row(tokens=np.append(r.tokens, r.group), targets=r.targets, first_target=r.first_target, group=r.group)
                 for r in rows]  # fmt: skip
     steps = shared_out(distinct, parts, world_size)

@@ -36,7 +36,7 @@ def test_minima_are_shares_of_the_groups(broker):
     assert broker.batch(1) == [1, 2, 5, 6]
 
 
-def test_room_is_reckoned_in_groups_and_told_in_sequences(broker):
+def test_room_is_counted_in_groups_and_reported_in_sequences(broker):
     env = broker.register(group_size=5)
     broker.begin(batch_size=2, unit="groups", max_staleness=0)
     pacing = broker.inner.heartbeat(env)
@@ -51,7 +51,7 @@ def test_environments_of_the_atropos_contract_are_told_the_batch_in_sequences(br
     env = broker.register(group_size=5)
     assert broker.legacy.status.batch_sequences(broker.inner.state.runs.open) == 10
     broker.send(env, 1, 2, 3, size=3)
-    # Three groups wait, whatever they hold.
+    # Three groups wait, whatever their sizes.
     assert broker.legacy.status.status_env(env).queue_size == 3
 
 

@@ -32,7 +32,7 @@ def test_an_empty_queue_and_a_waiting_trainer_are_rollouts():
     found = finding(**WAITING)
     assert (found.rule, found.edge, found.severity) == ("rollouts", "inference-broker", "blocked")
     assert "3 of 8 sequences are queued" in found.headline
-    assert "Batch 5" in found.detail
+    assert "batch 5" in found.detail
 
 
 def test_a_queue_at_its_budget_is_the_trainer_and_a_long_step_is_a_stall():
@@ -78,7 +78,7 @@ def test_a_group_that_lacks_members_for_three_times_the_usual_is_named():
     assert "Last event 88 s ago: request" in found.detail
 
 
-def test_a_straggler_s_unfinished_rollouts_are_told_with_what_each_did_last():
+def test_a_straggler_s_unfinished_rollouts_are_named_with_what_each_did_last():
     waiting = [
         WaitingMember(member=6, last_event="tool python: running", seconds=88.0),
         WaitingMember(member=2, seconds=90.0),
@@ -101,7 +101,7 @@ def test_waiting_for_rollouts_tells_the_load_of_the_servers_and_advises_by_it():
 
 
 @pytest.mark.parametrize("changes", [{"seconds": 17.0}, {"done": 8}])
-def test_a_group_that_is_late_but_not_by_much_or_whole_is_no_straggler(changes):
+def test_a_group_that_is_late_but_not_by_much_or_whole_is_not_a_straggler(changes):
     late = OpenRollout(**{"name": "n", "seconds": 90.0, "done": 7, "wanted": 8} | changes)
     assert finding(**WAITING, environments=environment(usual_seconds=6.0, slowest=[late])).rule == "rollouts"
 

@@ -1,4 +1,4 @@
-"""Fleets: how many servers a launcher runs is asked for here, followed by the launcher, and lost by nobody."""
+"""Fleets: callers ask for a number of servers here, the launcher follows it, and no restart loses it."""
 
 import pytest
 
@@ -57,7 +57,7 @@ def test_a_request_is_followed_once_the_launcher_s_report_names_it(fleets, launc
     number = fleets.scale("run", 3)
     assert (fleets.is_followed("run", number), fleets.describe("run").followed) == (False, False)
     assert launcher.report().wanted == 3
-    assert not fleets.is_followed("run", number), "it has read the number, and not yet said so"
+    assert not fleets.is_followed("run", number), "it has read the number, and not yet reported it"
     launcher.report()
     assert fleets.is_followed("run", number)
     assert (fleets.describe("run").wanted, fleets.describe("run").followed) == (3, True)
@@ -103,12 +103,12 @@ def test_a_second_launcher_of_the_fleet_is_refused_until_the_first_one_s_lease_i
     with pytest.raises(FleetIdInUse, match="belongs to another launcher for another 15 s"):
         successor.report()
     broker.now += LEASE_SECONDS
-    assert fleets.select().fleets == [], "nobody would follow a request"
+    assert fleets.select().fleets == [], "no launcher would carry a request out"
     successor.report()
     with pytest.raises(FleetIdInUse):
-        launcher.report()  # it was stopped for long, and wakes
+        launcher.report()  # it was stopped for a long time, and resumes
     fleets.remove("run", launcher.launcher_id)
-    assert len(fleets.select().fleets) == 1, "only its own lease"
+    assert len(fleets.select().fleets) == 1, "it removes only its own lease"
     fleets.remove("run", successor.launcher_id)
     assert fleets.select().fleets == []
     with pytest.raises(UnknownFleet):
@@ -128,10 +128,10 @@ def test_the_number_survives_a_restart_of_the_broker_and_one_of_the_launcher(lau
     successor = launcher.restarted()
     successor.report()
     assert launcher.fleets.describe("run").wanted == 3
-    assert launcher.fleets.scale("run", 2) == 2, "requests are counted on"
+    assert launcher.fleets.scale("run", 2) == 2, "the count of requests continues"
 
 
-def test_a_request_that_nobody_followed_ends_with_the_lease(fleets, launcher, broker):
+def test_a_request_that_no_launcher_followed_ends_with_the_lease(fleets, launcher, broker):
     number = fleets.scale("run", 3)
     broker.now += LEASE_SECONDS
     with pytest.raises(UnknownFleet):

@@ -65,7 +65,7 @@ def test_a_server_starts_joins_serves_drains_and_is_gone(broker, make_server, re
     assert server.state == "serving"
     assert server.renew(version=1).state == "serving"
     assert registry.drain("a").state == "draining"
-    assert server.renew().state == "draining", "it learns so when it renews"
+    assert server.renew().state == "draining", "its renewal says so"
     registry.remove("a", server.lease_id)
     assert (server.state, server.seen.reason) == ("gone", "it left")
     broker.now += GONE_SECONDS
@@ -228,7 +228,7 @@ def test_a_removal_of_an_old_lease_leaves_the_new_process_alone(broker, make_ser
     assert new.state == "serving"
 
 
-def test_an_unknown_server_is_told_with_those_that_are_known(make_server, registry):
+def test_an_unknown_server_is_reported_with_those_that_are_known(make_server, registry):
     make_server("a").renew()
     for call in (registry.drain, registry.remove):
         with pytest.raises(UnknownServer, match=r"'b' \(registered: a\)"):
@@ -270,7 +270,7 @@ def test_a_set_is_incomplete_until_every_server_had_time_to_register_again(broke
     broker.now += LEASE
     second = registry.select("default")
     assert second.complete
-    assert second.epoch > first.epoch, "so that followers are told"
+    assert second.epoch > first.epoch, "followers see a new revision"
     assert registry.select("default").epoch == second.epoch
 
 
@@ -350,7 +350,7 @@ def test_the_address_is_what_the_server_names_or_where_it_calls_from(make_server
         ({}, None, "needs url, or the port"),
     ],
 )
-def test_an_address_that_nobody_could_use_is_refused(make_server, fields, peer, told):
+def test_an_address_that_no_client_could_use_is_refused(make_server, fields, peer, told):
     with pytest.raises(InvalidRequest, match=told):
         make_server(**fields).renew(peer=peer)
 
@@ -377,7 +377,7 @@ def test_the_time_until_the_next_change_is_that_of_the_next_lease(broker, make_s
     assert registry.seconds_to_expiry() == LEASE - 3
     broker.now += LEASE
     registry.expire()
-    assert registry.seconds_to_expiry() == GONE_SECONDS, "when those that are gone are forgotten"
+    assert registry.seconds_to_expiry() == GONE_SECONDS, "until ended servers are removed"
     broker.now += GONE_SECONDS
     registry.expire()
     assert registry.seconds_to_expiry() == float("inf")

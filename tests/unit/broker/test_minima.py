@@ -40,7 +40,7 @@ def test_any_request_is_a_sign_of_life(broker, two_environments):
         sign(two_environments[0])
 
 
-def test_whoever_waits_looks_again_when_silence_or_patience_decides(broker, two_environments):
+def test_a_wait_for_minima_is_looked_at_again_when_silence_or_patience_decides(broker, two_environments):
     assert broker.inner.batches.retry_at is None
     broker.batch(1)
     assert broker.inner.batches.retry_at == 1060.0
@@ -61,7 +61,7 @@ def test_another_trainer_waits_anew(broker, two_environments):
     assert broker.batch(1) is None
 
 
-def test_a_restart_of_the_broker_is_no_silence_of_its_environments(broker, two_environments):
+def test_a_restart_of_the_broker_is_not_a_silence_of_its_environments(broker, two_environments):
     broker.now += 3600
     broker.restart()
     assert broker.batch(1) is None
@@ -107,7 +107,7 @@ def test_r15a_of_what_is_there_as_much_as_a_batch_can_hold(broker):
     broker.send(bound, 1, 2, size=1)
     broker.send(bound, 3, size=3)
     broker.send(free, 4, 5, 6, size=3)
-    # Of its 1 + 1 + 3 a batch of 8 holds all, with one 3 of the other; of the 3s alone none fills it.
+    # A batch of 8 holds all of its 1 + 1 + 3 and one 3 of the other; the 3s alone never fill a batch.
     assert broker.batch(1) == [1, 2, 3, 4]
 
 

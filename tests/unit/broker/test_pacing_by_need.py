@@ -42,7 +42,7 @@ def test_there_is_no_room_once_the_last_batch_is_formed(broker):
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_batch_in_training_is_no_shortage(broker, trained):
+def test_a_batch_in_training_is_not_a_shortage(broker, trained):
     env = broker.register()
     broker.begin(batch_size=8, max_staleness=0)
     broker.send(env, 1, 2)

@@ -87,7 +87,7 @@ def test_only_those_who_took_part_hear_that_a_run_has_finished(broker, restarted
     new = broker.register("new")
     states = [broker.inner.heartbeat(env).state for env in (early, late, new)]
     assert states == ["finished", "finished", "wait"]
-    # Above the total of its own run, which is what makes a legacy environment stop.
+    # It is above the total of its own run, so a legacy environment stops.
     steps = [broker.legacy.status.status_env(env).current_step for env in (early, late, new)]
     assert steps == [1, 8, 0]
     broker.begin(name="third")

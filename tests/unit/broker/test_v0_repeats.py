@@ -79,7 +79,7 @@ def test_after_the_window_equal_bytes_are_another_group(legacy, clock):
 
 def test_a_crash_between_write_and_answer_makes_the_repeat_recognised_afterwards(legacy, store, clock):
     send(legacy, answered=True)
-    # Taken and written, then the process dies before the answer is out.
+    # The group is taken and written, then the process is killed before its answer is sent.
     legacy.take([fields(2)])
     revived = open_legacy(store, clock)
     assert revived.take([fields(2)]).duplicates == 1
@@ -125,7 +125,7 @@ def test_a_lost_answer_is_remembered_over_a_crash_and_its_groups_may_be_trained_
 def test_a_repeat_whose_answer_a_crash_took_is_one_once_more(legacy, store, clock):
     send_one(legacy, 1, answered=False)
     legacy.take([fields(1)])
-    # Another's record is written while the repeat is not answered.
+    # A record of another caller is written while the repeat is not answered.
     send_one(legacy, 2)
     revived = open_legacy(store, clock)
     assert [send_one(revived, 1) for _ in range(2)] == [1, 0]

@@ -38,7 +38,7 @@ def client_of(answers):
     return BrokerClient("http://broker", transport=httpx.MockTransport(answer), retry_seconds=1.0), calls
 
 
-def test_a_broker_that_comes_back_within_the_time_is_no_error():
+def test_a_broker_that_comes_back_within_the_time_is_not_an_error():
     client, calls = client_of([httpx.ConnectError("refused"), httpx.Response(502), httpx.Response(200, json={})])
     assert client.status() == {}
     assert len(calls) == 3
@@ -78,7 +78,7 @@ def test_a_refusal_is_not_repeated_and_carries_the_problem():
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost:8000", "localhost"])
-def test_a_url_without_http_is_told_at_once(url):
+def test_a_url_without_http_is_reported_at_once(url):
     started = time.monotonic()
     with BrokerClient(url) as client:
         for call in (client.status, lambda: client.wait_until_ready(600)):
@@ -129,7 +129,7 @@ def test_a_private_certificate_is_trusted_where_the_environment_names_it(certifi
         server.shutdown()
 
 
-def test_a_mistyped_host_is_told_at_once():
+def test_a_mistyped_host_is_reported_at_once():
     started = time.monotonic()
     with BrokerClient("http://no-such-host.invalid:8000") as client:
         with pytest.raises(BrokerHostUnknown, match=r"no-such-host\.invalid"):

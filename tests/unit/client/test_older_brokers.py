@@ -1,4 +1,4 @@
-"""A broker of a release without a registry: who needs one is told so, and all others notice nothing."""
+"""A broker of a release without a registry: programs that need one get an error, and all others work as before."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def make_foreign_package(site: Path, *, files: str) -> None:
     (info / "RECORD").write_text(files)
 
 
-def test_an_unknown_verb_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_verb_is_reported_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"unknown verb 'docter', did you mean doctor\?"):
         main.run(["docter"])
     assert main.run(["--help"]) == 0
@@ -65,7 +65,7 @@ def test_a_price_is_taken_in_both_forms_of_a_flag(
     assert "cost" in capsys.readouterr().out
 
 
-def test_a_price_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_a_price_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--cost-per-hour cheap is not a price; give a number"):
         main.run(["report", str(tmp_path), "--cost-per-hour", "cheap"])
     with pytest.raises(ConfigError, match="--cost-per-hour  is not a price"):
@@ -79,7 +79,7 @@ def test_the_doctor_reports_versions_memory_and_ports() -> None:
     assert {finding.subject for finding in findings} >= {"versions", "packages", "machine", "shared memory", "ports"}
 
 
-def test_atroposlib_beside_us_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_atroposlib_is_not_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_foreign_package(tmp_path, files="atroposlib/__init__.py,,\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert run_dir.shadowing() is None

@@ -114,7 +114,7 @@ def test_a_damaged_config_is_found(harness: DoctorHarness) -> None:
     harness.find_one("model files", "config.json")
 
 
-def test_a_model_that_is_no_language_model_is_found(harness: DoctorHarness) -> None:
+def test_a_model_that_is_not_a_language_model_is_found(harness: DoctorHarness) -> None:
     harness.edit("config.json", model_type="vit", architectures=["ViTModel"])
     found = harness.find()
     assert [(one.subject, one.verdict) for one in found] == [("model family", "error"), ("model family", "warning")]
@@ -149,7 +149,7 @@ def test_a_context_longer_than_the_models_positions_is_found(harness: DoctorHarn
     harness.find_one("lengths", "max_model_len 4096", "1024 positions")
 
 
-def test_a_context_that_rope_scaling_reaches_is_none(harness: DoctorHarness) -> None:
+def test_a_context_that_rope_scaling_reaches_is_not_a_fault(harness: DoctorHarness) -> None:
     harness.sections["trainer"]["max_model_len"] = 4096
     harness.edit("config.json", rope_parameters={**ROPE, "rope_type": "dynamic", "factor": 4.0})
     assert harness.find() == []

@@ -48,7 +48,7 @@ def test_ports_of_several_servers_are_counted_upwards(harness: DoctorHarness, ta
     harness.find_one("ports", f"vllm.port (server 2): port {taken_port} is taken")
 
 
-def test_a_number_that_is_no_port_is_found(harness: DoctorHarness) -> None:
+def test_a_number_that_is_not_a_port_is_found(harness: DoctorHarness) -> None:
     harness.sections["api"] = {"port": 70000}
     harness.find_one("ports", "api.port 70000")
 
@@ -72,7 +72,7 @@ def test_a_gpu_that_is_not_there_is_found(
     harness.find_one("gpu", words)
 
 
-def test_a_gpu_beyond_the_last_is_found_and_one_that_is_there_is_none(
+def test_a_gpu_beyond_the_last_is_found_and_an_existing_one_is_not_a_fault(
     harness: DoctorHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource_checks, "_version", {"vllm": "0.32.0"}.get)
@@ -207,7 +207,7 @@ def test_a_setting_without_effect_in_the_mode_is_found(harness: DoctorHarness) -
     harness.find_one("settings", "--restart-method reload has no effect", verdict="warning")
 
 
-def test_all_findings_are_told_at_once_and_errors_end_with_1(
+def test_all_findings_are_reported_at_once_and_errors_end_with_1(
     harness: DoctorHarness, taken_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     harness.edit("config.json", tie_word_embeddings=True)
@@ -240,7 +240,7 @@ def test_a_run_without_errors_ends_with_0_and_takes_the_launchers_flags(
         (["RUN", "RUN"], "takes one run file"),
     ],
 )
-def test_wrong_usage_is_told_in_one_line(harness: DoctorHarness, words: list[str], told: str) -> None:
+def test_wrong_usage_is_reported_in_one_line(harness: DoctorHarness, words: list[str], told: str) -> None:
     arguments = [str(harness.run_file) if word == "RUN" else word for word in words]
     with pytest.raises(ConfigError) as refused:
         main.run(["doctor", *arguments])
@@ -248,7 +248,7 @@ def test_wrong_usage_is_told_in_one_line(harness: DoctorHarness, words: list[str
     assert "\n" not in str(refused.value)
 
 
-def test_a_misspelt_key_of_the_trainer_is_told_in_one_line(harness: DoctorHarness) -> None:
+def test_a_misspelt_key_of_the_trainer_is_reported_in_one_line(harness: DoctorHarness) -> None:
     harness.sections["trainer"]["batch_sise"] = 4
     with pytest.raises(ConfigError, match=r"unknown key 'batch_sise', did you mean batch_size\?"):
         harness.find()

@@ -175,7 +175,7 @@ def test_a_misspelt_option_of_the_server_is_found(harness: DoctorHarness) -> Non
     assert harness.find() == [], "vLLM's own options are accepted"
 
 
-def test_greedy_rollouts_are_found_and_greedy_evaluations_are_none(harness: DoctorHarness) -> None:
+def test_greedy_rollouts_are_found_and_greedy_evaluations_are_not_a_fault(harness: DoctorHarness) -> None:
     harness.write_environment(own("n=2, temperature=0"))
     assert "own_env.py:20" in harness.find_one("temperature", "temperature 0", "greedy").text
     harness.write_environment(own("n=2, temperature=0.7"))

@@ -84,7 +84,7 @@ def test_scale_tells_what_the_launcher_has_taken_over(url, broker, token_file):
     assert launcher.wanted == 3
 
 
-def test_where_nobody_would_follow_it_is_one_line_and_code_2(url, broker, token_file):
+def test_a_request_that_no_launcher_would_follow_is_one_line_and_code_2(url, broker, token_file):
     command = [sys.executable, "-m", "example_trainer.commands.main", "scale", "vllm=3", "--broker", url]
     launcher = Launcher(broker, fixed="mode lora_restart replaces its one server: take another")
     refused = subprocess.run(
@@ -141,7 +141,7 @@ def test_one_of_several_launchers_is_named(broker):
 
 
 class NoLaunchers:
-    """A broker that has just begun, and to which nobody reports."""
+    """A broker that has just begun, and to which no launcher reports."""
 
     def __init__(self, complete_after):
         self.calls, self.complete_after = 0, complete_after
@@ -205,7 +205,7 @@ def test_a_server_that_takes_longer_goes_on_draining(broker):
     assert len(said) == 2
 
 
-def test_a_server_that_nobody_knows_is_one_line_once_all_have_had_time_to_register():
+def test_an_unknown_server_is_one_line_once_all_have_had_time_to_register():
     with (
         served_broker(server_lease=0.5) as url,
         BrokerClient(url) as broker,

@@ -188,7 +188,7 @@ def test_a_run_whose_broker_still_works_is_refused_with_the_broker_named(tmp_pat
             opened_view(store, recorded, tmp_path / "scratch").__enter__()
 
 
-def test_a_directory_without_store_and_metrics_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_directory_without_store_and_metrics_is_reported_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"neither a broker's store \(broker/\) nor a metrics\.jsonl") as raised:
         main.run(["view", str(tmp_path)])
     assert "\n" not in str(raised.value)

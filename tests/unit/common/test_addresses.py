@@ -41,7 +41,7 @@ def test_an_address_is_taken(url: str) -> None:
         ("http://http://host", "names a host and maybe a port"),
     ],
 )
-def test_what_is_no_address_is_told_with_a_proposal(url: str, told: str) -> None:
+def test_a_text_that_is_not_an_address_is_reported_with_a_proposal(url: str, told: str) -> None:
     with pytest.raises(ValueError, match="an address") as caught:
         require_address(url)
     assert told in str(caught.value)
@@ -53,7 +53,7 @@ def test_a_host_is_taken(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["http://host", "host:9001", "host/path", "", "two words", "-x", "[::1]"])
-def test_what_is_no_host_is_told(host: str) -> None:
+def test_a_text_that_is_not_a_host_is_reported(host: str) -> None:
     with pytest.raises(ValueError, match="without scheme and port"):
         require_host(host)
 

@@ -183,7 +183,7 @@ def test_help_tells_the_defaults_that_lie_under_the_files_and_each_name_once(
     assert text.count("options:") == 1
 
 
-def test_a_mistake_in_one_of_several_forms_is_told_alone_and_no_key_with_it(tmp_path: Path) -> None:
+def test_a_mistake_in_one_of_several_forms_is_reported_alone_and_no_key_with_it(tmp_path: Path) -> None:
     """A section may be one server or a list of them; the given values show which was meant."""
     with pytest.raises(ConfigError) as caught:
         parse("--model m --openai.timeout soon --openai.api_key secret")

@@ -73,7 +73,7 @@ def test_a_record_leaves_out_what_is_declared_secret_at_any_depth() -> None:
     }
 
 
-def test_a_record_leaves_out_what_nobody_declared_and_names_itself_a_secret() -> None:
+def test_a_record_leaves_out_undeclared_keys_that_name_a_secret() -> None:
     unknown = {"api_key": SECRET_VALUE, "deep": [{"hf_token": SECRET_VALUE, "max_tokens": 3}]}
     unknown["api_keys"] = ["none", SECRET_VALUE]
     settings = Settings(judge=Judge.model_validate(unknown), extra=unknown)
@@ -104,7 +104,7 @@ def test_every_declared_secret_is_known_by_its_name_too_where_only_that_is_seen(
     assert named == declared, "declare it as a secret, or name it otherwise"
 
 
-def test_a_placeholder_for_a_key_is_no_secret() -> None:
+def test_a_placeholder_for_a_key_is_not_a_secret() -> None:
     assert redact({"api_key": "none", "token": None}) == {"api_key": "none", "token": None}
 
 
@@ -164,7 +164,7 @@ def test_an_error_line_names_the_option_and_not_its_secret_value() -> None:
     assert "--steps" in str(caught.value)
 
 
-def test_a_section_of_the_wrong_form_is_told_without_the_secrets_in_it(tmp_path: Path) -> None:
+def test_a_section_of_the_wrong_form_is_reported_without_the_secrets_in_it(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(f"steps: {{api_key: {SECRET_VALUE}, other: 1}}\n")
     with pytest.raises(ConfigError) as caught:

@@ -60,7 +60,7 @@ def test_a_full_disk_is_one_line(program: str, repeats: int, unbuffered: str) ->
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("repeats", [1, 100_000])
-def test_a_reader_that_has_left_ends_a_command_without_a_word(program: str, repeats: int, unbuffered: str) -> None:
+def test_a_reader_that_has_left_ends_a_command_silently(program: str, repeats: int, unbuffered: str) -> None:
     command = [sys.executable, program, str(repeats)]
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": unbuffered}
     reading, writing = os.pipe()

@@ -21,7 +21,7 @@ def test_the_token_is_the_file_s_line(path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"two words\n", b"two\nlines\n", "schlüssel".encode(), b"a\x00b"])
-def test_what_is_no_token_is_told_without_what_the_file_holds(path: Path, content: bytes) -> None:
+def test_a_text_that_is_not_a_token_is_reported_without_the_file_s_content(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(TokenUnreadable) as caught:
         read_token_file(path, flag="--api.token-file")
@@ -31,14 +31,14 @@ def test_what_is_no_token_is_told_without_what_the_file_holds(path: Path, conten
 
 
 @pytest.mark.parametrize("token", ["schlüssel", "two words", "line\nbreak"])
-def test_a_token_that_no_header_can_carry_is_told_by_where_it_came_from(token: str) -> None:
+def test_a_token_that_no_header_can_carry_is_reported_by_where_it_came_from(token: str) -> None:
     with pytest.raises(TokenUnreadable, match=r"^\$ATROPOS_TOKEN: not a token; a token is one line"):
         TokenSource.settle(None, None, {"ATROPOS_TOKEN": token})
     with pytest.raises(TokenUnreadable, match=r"^--atropos-token: not a token; a token is one line"):
         TokenSource.settle(token, None, {}, flag="--atropos-token-file")
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     with pytest.raises(TokenUnreadable, match=r"--token-file .*nowhere: cannot be read \(No such file"):
         TokenSource.settle(None, tmp_path / "nowhere", {})
     with pytest.raises(TokenUnreadable, match=r"\$ATROPOS_TOKEN_FILE .*Is a directory"):

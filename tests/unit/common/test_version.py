@@ -61,7 +61,7 @@ def test_a_module_that_is_run_prints_its_version(
     spec = find_spec(module)
     assert spec is not None
     run = f"{module}.__main__" if spec.submodule_search_locations else module
-    monkeypatch.delitem(sys.modules, run, raising=False)  # else runpy warns that other tests have imported it
+    monkeypatch.delitem(sys.modules, run, raising=False)  # otherwise runpy warns that other tests have imported it
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     assert ended.value.code == 0

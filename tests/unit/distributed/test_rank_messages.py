@@ -73,7 +73,7 @@ def test_a_message_arrives_as_it_was_sent(value: object) -> None:
     assert math.copysign(1, found) == math.copysign(1, value) if isinstance(value, float) else True
 
 
-def test_numbers_that_are_none_arrive_too() -> None:
+def test_numbers_that_are_not_finite_arrive_too() -> None:
     found = decode(encode([math.nan, math.inf, -math.inf]))
     assert math.isnan(found[0])
     assert found[1:] == [math.inf, -math.inf]
@@ -88,7 +88,7 @@ def test_a_tensor_arrives_bit_for_bit_among_others(tensor: torch.Tensor) -> None
     assert torch.equal(last, torch.zeros(2))
 
 
-def test_what_is_no_plain_data_is_refused_before_it_is_sent() -> None:
+def test_a_value_that_is_not_plain_data_is_refused_before_it_is_sent() -> None:
     with pytest.raises(TypeError, match="a Evil cannot be sent between ranks"):
         encode([Evil()])
 
@@ -128,7 +128,7 @@ def test_no_module_of_the_trainer_unpickles() -> None:
         assert [str(path) for path, text in texts.items() if word in text] == []
 
 
-def test_loopback_is_told_by_address_and_by_name() -> None:
+def test_loopback_is_recognised_by_address_and_by_name() -> None:
     assert [host for host in ("127.0.0.1", "127.0.1.1", "::1", "localhost") if not is_loopback(host)] == []
     assert [host for host in ("0.0.0.0", "192.0.2.1", "no-such-host.invalid", "") if is_loopback(host)] == []
 
@@ -195,7 +195,7 @@ def test_the_ranks_of_one_host_listen_on_loopback_alone_and_change_no_variable()
     assert variables == [None, None]
 
 
-def test_an_address_that_is_nobodys_here_is_listened_for_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_for_an_address_of_no_interface_all_interfaces_are_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is so behind a NAT, where others reach this host by an address of none of its interfaces."""
     listen = transfer._listen
     assert listen("192.0.2.1", free_port()) is None
@@ -206,7 +206,7 @@ def test_an_address_that_is_nobodys_here_is_listened_for_on_all_interfaces(monke
     del store
 
 
-def test_a_port_that_is_taken_is_told() -> None:
+def test_a_port_that_is_taken_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RuntimeError, match="cannot listen on"):
         make_store(*taken.getsockname(), world_size=1, is_master=True, timeout=timedelta(seconds=5))
 

@@ -119,7 +119,7 @@ CASES: dict[str, Case] = {
     "the default optimizer": Case(settings={"optimizer": "adamw_8bit"}, batches=2),
     "adafactor": Case(
         world_size=4, settings={"optimizer": "adafactor", "lr": 1e-4}, batches=2, tolerance=1e-4
-    ),  # its step is the gradient over its own size, so that rounding of a small one shows
+    ),  # its step is the gradient over its own size, so the rounding of a small gradient is visible
     "masters in host memory": Case(options=replace(CPU, master_weights="host"), settings={"master_weights": "host"}),
     "masters in bf16": Case(
         options=replace(CPU, dtype="bfloat16", master_weights="none"),

@@ -196,7 +196,7 @@ def test_one_process_goes_on_from_the_checkpoint_of_a_group(
             torch.testing.assert_close(master.detach(), alone[name]["weights"][key], rtol=0, atol=case.tolerance)
 
 
-def test_heads_that_cannot_be_divided_are_told_with_the_sizes_that_fit() -> None:
+def test_heads_that_cannot_be_divided_are_reported_with_the_sizes_that_fit() -> None:
     from transformers import Qwen2Config
 
     config = Qwen2Config(num_attention_heads=12, num_key_value_heads=2, intermediate_size=96, vocab_size=64)
@@ -208,7 +208,7 @@ def test_heads_that_cannot_be_divided_are_told_with_the_sizes_that_fit() -> None
 
 
 @pytest.mark.parametrize(("kind", "words"), [("gpt2", "has no plan"), ("qwen3_moe", "needs .* which is not supported")])
-def test_a_model_that_cannot_be_divided_is_told_in_one_line(kind: str, words: str) -> None:
+def test_a_model_that_cannot_be_divided_is_reported_in_one_line(kind: str, words: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):

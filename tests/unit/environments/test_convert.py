@@ -106,7 +106,7 @@ def test_a_file_that_cannot_be_converted_stays_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"), [(["convert-dat"], "did you mean"), (["convert-data"], "takes one file"), (["x"], "verbs of")]
 )
-def test_a_mistaken_command_is_told(words, message):
+def test_a_mistaken_command_is_reported(words, message):
     with pytest.raises(ConfigError, match=message):
         run(["env", *words])
 

@@ -279,7 +279,7 @@ def names(completions, **kwargs):
 """
 
 
-async def test_what_is_no_reward_is_named(tmp_path):
+async def test_an_entry_that_is_not_a_reward_is_named(tmp_path):
     (tmp_path / "objects.py").write_text(OBJECTS)
     with pytest.raises(RewardUnusable, match="is a int, which cannot be called"):
         make_reward(f"{tmp_path / 'objects.py'}:not_callable")
@@ -329,7 +329,7 @@ async def test_a_reward_that_blocks_does_not_stop_the_event_loop(tmp_path, name)
         ('{"name": "format"', "this is no JSON"),
     ],
 )
-async def test_an_entry_of_a_run_file_that_is_no_reward_is_refused_where_it_stands(entry, told):
+async def test_an_entry_of_a_run_file_that_is_not_a_reward_is_refused_where_it_stands(entry, told):
     with pytest.raises(ValidationError, match=rf"reward\.1[\s\S]*{told}"):
         DatasetEnvConfig(reward=["accuracy", entry])
 

@@ -81,7 +81,7 @@ def test_a_page_shows_a_groups_prompt_once_and_marks_what_the_model_wrote():
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"tokens": []}'])
-def test_a_line_that_is_no_group_is_named(tmp_path, line):
+def test_a_line_that_is_not_a_group_is_named(tmp_path, line):
     path = tmp_path / "groups.jsonl"
     path.write_text(f'{{"scores": [1]}}\n{line}\n')
     with pytest.raises(GroupsUnreadable, match=r"groups\.jsonl:2"):
@@ -120,7 +120,7 @@ def test_a_prompt_that_the_answer_repeats_costs_no_text(group, tokenizer):
         assert line["completion"].startswith("one two")
 
 
-def test_an_empty_prompt_is_no_error(tokenizer):
+def test_an_empty_prompt_is_not_an_error(tokenizer):
     tokens = tokenizer.encode("three")
     (line,) = sft_lines({"tokens": [tokens], "masks": [tokens], "scores": [1.0]}, SftOptions(), tokenizer)
     assert line["prefix"] == ""
@@ -196,13 +196,15 @@ def test_a_broker_is_asked_only_where_it_is_named(command, flags, tmp_path):
         command([str(tmp_path / "out.jsonl"), *flags])
 
 
-def test_text_is_never_read_by_a_tokenizer_that_nobody_named(groups_file, tmp_path):
+def test_text_is_never_read_by_a_tokenizer_that_was_not_named(groups_file, tmp_path):
     with pytest.raises(ConfigError, match="--tokenizer NAME or FOLDER"):
         run_sft([str(tmp_path / "out.jsonl"), "--groups", str(groups_file)])
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_what_was_written_before_a_failure_is_kept_beside_and_told(groups_file, tokenizer_folder, tmp_path, capsys):
+def test_what_was_written_before_a_failure_is_kept_next_to_the_file_and_reported(
+    groups_file, tokenizer_folder, tmp_path, capsys
+):
     with groups_file.open("a") as file:
         file.write("{\n")
     out = tmp_path / "out.jsonl"

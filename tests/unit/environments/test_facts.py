@@ -67,7 +67,7 @@ def test_settings_are_read_as_the_environment_reads_them(tmp_path: Path) -> None
     assert "did you mean --env.group-size?" in str(facts_of("arithmetic_server", "--env.group_sise", "3").error)
 
 
-def test_an_import_that_a_module_does_without_is_no_missing_package(tmp_path: Path) -> None:
+def test_an_import_that_a_module_does_without_is_not_a_missing_package(tmp_path: Path) -> None:
     path = tmp_path / "own_env.py"
     shipped = (FOLDER / "arithmetic_server.py").read_text(encoding="utf-8")
     optional = "\ntry:\n    import no_such_thing\nexcept ImportError:\n    no_such_thing = None\n"

@@ -162,7 +162,7 @@ async def test_a_teachers_logprobs_stand_beside_every_token(tokenizer_folder, tm
         assert len(values) == len(tokens)
 
 
-def test_the_teacher_is_told_on_the_command_line():
+def test_the_teacher_is_named_on_the_command_line():
     command = read_command(DistillEnv, "serve", ["--teacher.base_url", "http://teacher/v1"])
     assert command.teachers[0].base_url == "http://teacher/v1"
     assert command.env.teacher_top_k == 8

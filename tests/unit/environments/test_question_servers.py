@@ -113,7 +113,7 @@ async def test_a_question_that_leaves_no_room_for_an_answer_is_dropped_with_the_
         assert fake.requests == []
 
 
-async def test_a_question_whose_answer_is_no_mathematics_is_dropped_with_the_reason(make, data):
+async def test_a_question_whose_answer_is_not_mathematics_is_dropped_with_the_reason(make, data):
     data.write_text(json.dumps({"question": "?", "answer": "\\boxed{}"}) + "\n")
     env, _ = await make(GSM8kEnv, [RIGHT, WRONG])
     with pytest.raises(ItemDropped, match="cannot be read as mathematics"):
@@ -135,12 +135,12 @@ async def test_a_template_makes_it_an_r1_zero_environment(make, tmp_path):
 async def test_a_stop_string_that_the_server_cut_off_is_put_back(make):
     cut = ZERO_RIGHT.removesuffix("</answer>")
     env, fake = await make(GSM8kEnv, [cut], unended=[cut], prompt_template="r1_zero")
-    fake.end = env.tokenizer.encode(cut)[-1]  # it ends with reason "stop", as for a stop string
+    fake.end = env.tokenizer.encode(cut)[-1]  # it ends with the reason "stop", as with a stop string
     assert (await collect(env))["scores"] == [1.0]
 
 
 @pytest.mark.parametrize(("name", "words"), [("missing.prompt", "math_zero, r1_zero"), ("no place", "no {question}")])
-async def test_a_template_that_cannot_be_used_is_told(make, tmp_path, name, words):
+async def test_a_template_that_cannot_be_used_is_reported(make, tmp_path, name, words):
     (tmp_path / "no place").write_text("Question:")
     with pytest.raises(PromptTemplateUnusable, match=words):
         await make(GSM8kEnv, [RIGHT], prompt_template=str(tmp_path / name))
@@ -162,7 +162,7 @@ async def test_an_evaluation_reports_accuracy_form_and_answer(make, tmp_path):
     assert {request["temperature"] for request in fake.requests} == {0.6}
 
 
-async def test_a_reference_that_is_no_mathematics_costs_an_evaluation_nothing_else(make, tmp_path, data, caplog):
+async def test_a_reference_that_is_not_mathematics_costs_an_evaluation_nothing_else(make, tmp_path, data, caplog):
     data.write_text(data.read_text() + json.dumps({"question": "?", "answer": "\\boxed{}"}) + "\n")
     env, _ = await make(GSM8kEnv, [RIGHT], data_dir_to_save_evals=str(tmp_path / "evals"))
     await evaluate_alone(env)

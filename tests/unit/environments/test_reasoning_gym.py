@@ -37,7 +37,7 @@ def solve(prompt, index):
 
 
 @pytest.mark.skipif(installed, reason="reasoning-gym is installed")
-async def test_without_the_package_the_pip_line_is_told(tokenizer_folder):
+async def test_without_the_package_the_pip_line_is_reported(tokenizer_folder):
     with pytest.raises(ReasoningGymMissing, match="pip install reasoning-gym"):
         await make(tokenizer_folder, solve)
 
@@ -57,6 +57,6 @@ async def test_the_task_itself_scores_and_no_problem_of_the_evaluation_is_traine
     ("settings", "words"),
     [({"dataset": "chain_sums"}, "did you mean.*chain_sum"), ({"dataset_options": '{"nonsense": 1}'}, "nonsense")],
 )
-async def test_what_the_package_does_not_have_is_told(tokenizer_folder, settings, words):
+async def test_what_the_package_does_not_have_is_reported(tokenizer_folder, settings, words):
     with pytest.raises(ReasoningGymMissing, match=words):
         await make(tokenizer_folder, solve, **settings)

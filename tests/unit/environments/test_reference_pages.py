@@ -59,6 +59,6 @@ def test_every_public_method_of_an_environment_is_on_the_page():
     assert missing == set()
 
 
-def test_a_mistyped_page_is_told():
+def test_a_mistyped_page_is_reported():
     with pytest.raises(ConfigError, match="did you mean environments"):
         run(["environment"])

@@ -189,7 +189,7 @@ async def test_a_draining_server_ends_what_it_has_and_gets_nothing_new(scene):
         await scene.broker.drain_server("one")
         await scene.until("two")
         await scene.ask(3)
-    assert scene.farm.asked == ["one", "two", "two", "two"], "what it had was not asked again"
+    assert scene.farm.asked == ["one", "two", "two", "two"], "its requests were not repeated"
 
 
 async def test_a_server_that_refuses_is_left_for_another_at_once(scene):

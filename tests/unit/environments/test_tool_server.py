@@ -33,7 +33,7 @@ async def make(tokenizer_folder, tmp_path, math_verifier, monkeypatch):
             tokenizer_name=str(tokenizer_folder),
             group_size=2,
             max_token_length=3000,
-            # Where code can be isolated it is; what is tried here does not need it.
+            # Code is isolated where that is possible; this test does not need it.
             require_isolation=False,
             **settings,
         )

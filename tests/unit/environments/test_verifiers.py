@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 installed = importlib.util.find_spec("verifiers") is not None
 needs_package = [
     pytest.mark.skipif(not installed, reason="verifiers is not installed"),
-    pytest.mark.filterwarnings("default"),  # the library's own, and those of what it brings along
+    pytest.mark.filterwarnings("default"),  # warnings of the library and of its dependencies
 ]
 
 THEIRS = '''
@@ -91,7 +91,7 @@ def sampled(env, tokens, mask):
 
 
 @pytest.mark.skipif(installed, reason="verifiers is installed")
-async def test_without_the_package_the_pip_line_is_told(theirs):
+async def test_without_the_package_the_pip_line_is_reported(theirs):
     async with rehearse(theirs, "single", ["2"]) as rehearsal:
         with pytest.raises(VerifiersMissing, match="pip install 'verifiers"):
             await rehearsal.env.setup()
@@ -104,7 +104,7 @@ async def test_an_environment_must_be_named(theirs):
             await rehearsal.env.setup()
 
 
-def test_options_that_are_no_json_object_are_refused():
+def test_options_that_are_not_a_json_object_are_refused():
     with pytest.raises(ValueError, match="JSON object"):
         VerifiersEnvConfig(environment_options="[1]")
 
@@ -174,7 +174,7 @@ class TestWithThePackage:
             await rehearsal.env.setup()
         assert signal.getsignal(signal.SIGTERM) is before
 
-    async def test_an_unknown_environment_is_told(self, theirs):
+    async def test_an_unknown_environment_is_reported(self, theirs):
         async with rehearse(theirs, "single", ["2"]) as rehearsal:
             rehearsal.env.config.environment = "no-such-environment"
             with pytest.raises(VerifiersMissing, match="no-such-environment"):

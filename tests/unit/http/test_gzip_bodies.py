@@ -65,6 +65,6 @@ def test_the_limit_is_exact():
     ],
     ids=["no header", "cut off", "more behind it", "too many members", "zlib"],
 )
-def test_what_is_no_gzip_is_refused(body):
+def test_a_body_that_is_not_gzip_is_refused(body):
     with pytest.raises(InvalidEncoding, match="Invalid gzip payload"):
         run(body)

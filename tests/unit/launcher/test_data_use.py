@@ -57,7 +57,7 @@ def test_counts_of_items_and_the_lengths_of_sampled_and_trained_answers_are_in_t
     assert "arithmetic" not in text
 
 
-def test_a_run_without_counts_or_with_a_broken_file_of_them_is_summed_up_all_the_same(tmp_path: Path) -> None:
+def test_a_run_without_counts_or_with_a_broken_file_of_them_is_summed_up_too(tmp_path: Path) -> None:
     write_data_use(tmp_path, {})
     assert not (tmp_path / "data.json").exists()
     assert read_data_use(tmp_path) == ()

@@ -192,14 +192,14 @@ def test_the_newest_servers_drain_first_and_are_forgotten_when_they_have_ended(s
     assert scene.poll() == ["vllm-3 has left"]
     os.kill(scene.supervisor["vllm-2"].process.pid, signal.SIGKILL)
     assert wait_until(lambda: scene.supervisor["vllm-2"].exit_code is not None, 20)
-    assert scene.restarts.note_failures((), apart=scene.fleet.unsettled) == [], "it was to end"
+    assert scene.restarts.note_failures((), apart=scene.fleet.unsettled) == [], "it was told to end"
     (line,) = scene.poll()
     assert line.startswith("vllm-2 has left: it was killed by SIGKILL")
     assert {child.name for child in scene.supervisor} == {"vllm"}
     assert scene.scale(2)[1:] == ["vllm-2 starts"]
 
 
-def test_a_server_that_somebody_drains_is_not_replaced(scene: Scene) -> None:
+def test_a_server_that_is_drained_from_outside_is_not_replaced(scene: Scene) -> None:
     scene.scale(2)
     scene.register("vllm-2")
     scene.broker.servers.drain(scene.server_id("vllm"))
@@ -240,7 +240,7 @@ def test_a_server_that_has_answered_once_is_restarted_as_any_other(scene: Scene)
     assert scene.restarts.due() == []
 
 
-def test_a_server_that_loads_is_stopped_and_one_that_nobody_knows_only_once_all_are_known(scene: Scene) -> None:
+def test_a_server_that_loads_is_stopped_and_an_unknown_one_only_once_all_are_known(scene: Scene) -> None:
     scene.scale(3)
     scene.register("vllm-2", ready=False)
     assert scene.scale(1)[1:] == ["vllm-2 is stopped before it has served"]
@@ -295,7 +295,7 @@ def test_servers_whose_number_is_fixed_are_reported_and_left_alone(tmp_path: Pat
     end(supervisor, "vllm")
     assert scene.poll() == []
     (failure,) = scene.restarts.note_failures((), apart=scene.fleet.unsettled)
-    assert failure.startswith("vllm exited with code 0"), "which nobody had asked for"
+    assert failure.startswith("vllm exited with code 0"), "no request had asked for it"
     scene.fleet.close()
 
 

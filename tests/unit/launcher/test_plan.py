@@ -286,7 +286,7 @@ def test_a_seed_on_the_command_line_reaches_the_stream_of_problems(tmp_path: Pat
     assert "seed" not in plan(tmp_path, *OWN_ENVIRONMENT, "--seed", "3").settings_of("environment")["env"]
 
 
-def test_a_port_that_is_taken_is_told_with_its_holder_and_the_flag(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_reported_with_its_holder_and_the_flag(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PortTaken, match=rf"port {port} is taken by pid \d+ .*--api\.port"):
@@ -295,7 +295,7 @@ def test_a_port_that_is_taken_is_told_with_its_holder_and_the_flag(tmp_path: Pat
             plan(tmp_path, *OWN_ENVIRONMENT, "--vllm-port", str(port))
 
 
-def test_a_missing_model_is_told_before_anything_starts(tmp_path: Path) -> None:
+def test_a_missing_model_is_reported_before_anything_starts(tmp_path: Path) -> None:
     for name in ("/nowhere/model", "./nowhere", "~/nowhere/at/all"):
         with pytest.raises(ModelNotFound, match="no such directory"):
             require_model(name)
@@ -304,7 +304,7 @@ def test_a_missing_model_is_told_before_anything_starts(tmp_path: Path) -> None:
     assert require_model("org/model") == "org/model"
 
 
-def test_a_model_that_no_hub_has_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_no_hub_has_is_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelNotFound, match="not in the local Hugging Face cache"):
         require_on_hub("nobody/nothing")

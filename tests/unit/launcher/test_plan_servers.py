@@ -28,7 +28,7 @@ def test_several_servers_are_started_told_to_the_trainer_and_shared_out_to_the_e
     assert [server["port"] for server in servers] == [first, first + 1]
     assert [(server["await_policy"], server["share_weights"]) for server in servers] == [(True, False)] * 2
     assert servers[0]["gpu_memory_utilization"] * 2 == 0.45, "the share of one is divided"
-    assert servers[0]["seed"] != servers[1]["seed"], "else they would sample the same"
+    assert servers[0]["seed"] != servers[1]["seed"], "otherwise they would sample the same"
     told = made.settings_of("trainer")["trainer"]
     assert told["inference_urls"] == [f"http://127.0.0.1:{first + index}" for index in range(2)]
     assert "vllm_config_path" not in told

@@ -179,7 +179,7 @@ def test_an_output_that_cannot_be_written_ends_no_run(
     assert told.count("the output cannot be written (No space left on device); the run goes on") == 1
 
 
-def test_an_output_that_nobody_reads_holds_no_launcher_and_gets_its_rows_later(tmp_path: Path) -> None:
+def test_an_output_that_is_not_read_blocks_no_launcher_and_gets_its_rows_later(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     with suppress(BlockingIOError):

@@ -198,7 +198,7 @@ def test_different_errors_have_the_whole_budget(supervisor, restarts, clock) -> 
         restarts.due()
 
 
-def test_an_exit_with_0_of_a_server_is_a_failure_that_can_be_mended(supervisor, restarts) -> None:
+def test_an_exit_with_0_of_a_server_is_a_failure_that_a_restart_can_fix(supervisor, restarts) -> None:
     ended(supervisor.start(program("")))
     (line,) = restarts.note_failures(())
     assert "exited with code 0" in line

@@ -118,7 +118,7 @@ def test_the_table_leaves_out_what_is_not_known(tmp_path: Path) -> None:
     assert "greedy" not in text
 
 
-def test_a_directory_without_steps_is_no_run(tmp_path: Path) -> None:
+def test_a_directory_without_steps_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(NoRun, match=r"no metrics\.jsonl"):
         summarise(tmp_path)
 

@@ -140,7 +140,7 @@ def test_section_flags_may_be_negated() -> None:
         (["--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
     ],
 )
-def test_mistakes_on_the_command_line_are_told_with_the_remedy(argv: list[str], told: str) -> None:
+def test_mistakes_on_the_command_line_are_reported_with_the_remedy(argv: list[str], told: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_settings(argv)
     assert told in str(error.value)
@@ -164,7 +164,7 @@ def test_mistakes_on_the_command_line_are_told_with_the_remedy(argv: list[str], 
         ("trainer: {model_name: m}\nenv: {group_size: 3}\n", "names no environment server"),
     ],
 )
-def test_mistakes_in_a_run_file_are_told_with_the_remedy(tmp_path: Path, text: str, told: str) -> None:
+def test_mistakes_in_a_run_file_are_reported_with_the_remedy(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"^\S") as error:
@@ -189,7 +189,7 @@ def test_a_mode_brings_what_differs_in_it_for_launcher_and_trainer_alike(tmp_pat
     assert trainer_settings(["--config", str(path), *spelling])[0]["lora_r"] == 64
 
 
-def test_a_misspelt_setting_of_a_mode_is_told_with_its_place(tmp_path: Path) -> None:
+def test_a_misspelt_setting_of_a_mode_is_reported_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "modes.yaml"
     path.write_text(MODES.replace("lora_r", "lora_rank"))
     with pytest.raises(ConfigError, match=r"modes.lora_only.*lora_rank"):

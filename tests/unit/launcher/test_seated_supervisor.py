@@ -177,7 +177,7 @@ def test_the_code_inside_a_seat_runs_a_program_without_the_variables_of_the_job_
     assert "SLURM_PROCID" not in os.environ
 
 
-def test_the_guardian_of_a_seat_is_no_child_of_it_and_cleans_up_once_the_seat_is_gone(tmp_path: Path) -> None:
+def test_the_guardian_of_a_seat_is_not_a_child_of_it_and_cleans_up_once_the_seat_is_gone(tmp_path: Path) -> None:
     """Ray kills every child of a process that ends, as the first thing after it."""
     before = set(psutil.Process().children())
     guardian = Guardian(mark="a-mark-of-this-test", temporary_dir=str(tmp_path), detached=True)

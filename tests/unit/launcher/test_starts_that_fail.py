@@ -39,7 +39,7 @@ def test_the_trainer_names_the_directory_that_it_cannot_write(
         prepare_directories(config)
 
 
-def test_a_directory_without_permission_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_without_permission_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may write everywhere, so the test takes a system directory that refuses all."""
     config = TrainingConfig.model_validate({"model_name": "m", "run_dir": "/proc/run"})
     with pytest.raises(
@@ -80,14 +80,14 @@ def test_the_launcher_names_the_log_directory_that_it_cannot_write(occupied: Pat
         (("--num-inference-nodes", "2", "--vllm.port", "65535"), "--vllm.port 65536: not a port"),
     ],
 )
-def test_a_port_that_is_none_is_told(tmp_path: Path, flags: tuple[str, ...], told: str) -> None:
+def test_a_value_that_is_not_a_port_is_reported(tmp_path: Path, flags: tuple[str, ...], told: str) -> None:
     argv = ["--model-name", "org/model", "--run-dir", str(tmp_path / "run"), "--env.server", __file__, *flags]
     with pytest.raises(NoPort, match=told):
         dry_plan(plan_launch(read_settings(argv)))
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"trainer: [", b"a: b: c"])
-def test_a_run_file_that_is_no_text_or_no_yaml_is_told(tmp_path: Path, content: bytes) -> None:
+def test_a_run_file_that_is_not_text_or_not_yaml_is_reported(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"run\.yaml: cannot be read as YAML: "):
@@ -98,7 +98,7 @@ def test_a_run_file_that_is_no_text_or_no_yaml_is_told(tmp_path: Path, content: 
     ("variables", "told"),
     [({"WORLD_SIZE": "abc"}, r"\$WORLD_SIZE is 'abc'"), ({"WORLD_SIZE": "2", "RANK": "-1"}, r"\$RANK is '-1'")],
 )
-def test_a_variable_of_a_starter_that_is_no_number_is_told(variables: dict[str, str], told: str) -> None:
+def test_a_variable_of_a_starter_that_is_not_a_number_is_reported(variables: dict[str, str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         settings_from(variables)
 
@@ -112,7 +112,7 @@ def test_a_variable_of_a_starter_that_is_no_number_is_told(variables: dict[str, 
         ("tcp://no-such-host.invalid:29500", "could not connect to the others"),
     ],
 )
-def test_a_meeting_point_that_is_none_is_told(init_method: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_meeting_point_is_reported(init_method: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "abc")
     with (
@@ -122,7 +122,7 @@ def test_a_meeting_point_that_is_none_is_told(init_method: str, told: str, monke
         pass
 
 
-def test_a_hub_that_does_not_answer_is_told_whatever_its_client_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_is_reported_whatever_its_client_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     class SomeHttpError(Exception):
         """An error like those of the HTTP library that newer hub clients use."""
 
@@ -156,6 +156,6 @@ def test_the_command_ends_with_one_line_and_exit_code_2(
     )
 
 
-def test_a_home_directory_of_nobody_is_a_model_that_is_not_there() -> None:
+def test_a_home_directory_of_an_unknown_user_is_a_missing_model() -> None:
     with pytest.raises(ModelNotFound, match="--model-name ~nobody-of-that-name/model: no such directory"):
         require_model("~nobody-of-that-name/model")

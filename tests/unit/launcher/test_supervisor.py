@@ -61,7 +61,7 @@ def check_until_failure(supervisor: Supervisor, limit_seconds: float = 10) -> Ch
     raise AssertionError("nothing was noticed")
 
 
-def test_a_crash_is_told_with_exit_code_and_last_lines(supervisor: Supervisor) -> None:
+def test_a_crash_is_reported_with_exit_code_and_last_lines(supervisor: Supervisor) -> None:
     supervisor.start(python("trainer", "print('step 7'); raise SystemExit(4)", ends_by_itself=True))
     failure = check_until_failure(supervisor)
     assert failure.exit_code == 1
@@ -83,7 +83,7 @@ def test_a_refusal_or_a_stop_at_a_sign_is_one_line_and_keeps_its_exit_code(
     assert str(failure) == f"trainer: {line}"
 
 
-def test_success_of_a_program_that_ends_by_itself_is_no_failure(supervisor: Supervisor) -> None:
+def test_success_of_a_program_that_ends_by_itself_is_not_a_failure(supervisor: Supervisor) -> None:
     child = supervisor.start(python("trainer", "", ends_by_itself=True))
     assert wait_until(lambda: child.exit_code is not None, 10)
     assert supervisor.failed() == []
@@ -115,7 +115,7 @@ def test_the_loss_of_a_settled_process_of_a_child_is_a_failure(
     assert f"vllm lost its process pid {worker}" in str(check_until_failure(supervisor))
 
 
-def test_a_process_of_a_child_that_is_replaced_is_no_loss(
+def test_a_process_of_a_child_that_is_replaced_is_not_a_loss(
     supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("example_trainer.launcher.supervisor.SETTLED_AFTER_SECONDS", 1.0)
@@ -212,7 +212,7 @@ def test_output_of_any_length_never_blocks_a_child(supervisor: Supervisor) -> No
     assert child.log_path.stat().st_size > 2_000_000
 
 
-def test_a_refusal_is_told_though_its_program_s_own_server_still_writes_after_it(supervisor: Supervisor) -> None:
+def test_a_refusal_is_reported_though_its_program_s_own_server_still_writes_after_it(supervisor: Supervisor) -> None:
     code = "import sys; print('prog: error: no server'); [print('  log', n) for n in range(30)]; sys.exit(2)"
     supervisor.start(python("trainer", code, ends_by_itself=True))
     assert str(check_until_failure(supervisor)) == "trainer: prog: error: no server"

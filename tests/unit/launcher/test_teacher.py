@@ -70,7 +70,7 @@ def test_a_run_file_s_section_says_the_same_as_the_flags_and_flags_override_it(t
     server, child = made.settings_of("teacher")["vllm"], made.child("teacher")
     assert (server["model"], server["max_num_seqs"]) == ("some/teacher", 4)
     assert child is not None
-    assert child.command[-2:] == ("--dtype", "float32"), "after the file, over which it lies"
+    assert child.command[-2:] == ("--dtype", "float32"), "it comes after the file, which it overrides"
     (teacher,) = read_as(DistillEnv, made, tmp_path).teachers or []
     assert teacher.timeout == 9
 
@@ -88,7 +88,7 @@ def test_servers_on_one_gpu_divide_its_memory_unless_the_teacher_has_its_own(
 ) -> None:
     made = plan(tmp_path, *DISTILL, *NAMED, *flags)
     assert made.settings_of("vllm")["vllm"]["gpu_memory_utilization"] == policy
-    assert made.settings_of("teacher")["vllm"]["gpu_memory_utilization"] == teacher, "over which its flag lies"
+    assert made.settings_of("teacher")["vllm"]["gpu_memory_utilization"] == teacher, "its flag overrides the file"
     restarting = plan(tmp_path, *DISTILL, *NAMED, *flags, "--weight-bridge-mode", "none")
     told = restarting.settings_of("trainer")["trainer"].get("gpu_memory_utilization", 0.45)
     assert told == policy
@@ -133,7 +133,7 @@ def test_a_teacher_that_would_be_of_no_use_is_refused_in_one_line(argv: tuple[st
     assert "\n" not in str(caught.value)
 
 
-def test_a_teacher_without_a_model_directory_or_a_free_port_is_told_with_its_flag(tmp_path: Path) -> None:
+def test_a_teacher_without_a_model_directory_or_a_free_port_is_reported_with_its_flag(tmp_path: Path) -> None:
     argv = ["--model-name", "some/model", "--run-dir", str(tmp_path), *DISTILL]
     with pytest.raises(ModelNotFound, match=r"--teacher\.model_name /nowhere: no such directory"):
         dry_plan(plan_launch(read_settings([*argv, "--teacher.model_name", "/nowhere"])))

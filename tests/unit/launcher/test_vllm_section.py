@@ -46,7 +46,7 @@ def test_the_section_and_its_flags_reach_the_server_in_every_mode(tmp_path: Path
             <= {k: int(v) for k, v in made.settings_of("vllm-final")["vllm"].items() if k in ASKED}.items()
         )
     assert {name: int(served[name]) for name in ASKED} == ASKED
-    assert served["max_model_len"] == 256, "of the section, which is about the server alone"
+    assert served["max_model_len"] == 256, "the section is about the server alone"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -70,7 +70,7 @@ def test_a_trainer_without_launcher_starts_its_server_with_the_section_too(
 
 
 @pytest.mark.parametrize("mode", ["lora_only", "lora_restart", "none"])
-def test_a_value_of_another_type_is_told_before_a_model_is_loaded(mode: str) -> None:
+def test_a_value_of_another_type_is_reported_before_a_model_is_loaded(mode: str) -> None:
     with pytest.raises(ConfigError, match="--max-num-seqs: Input should be a valid integer"):
         cli.run(
             ["--model-name", "m", "--weight-bridge-mode", mode, "--vllm-settings", "max_num_seqs=many", "--dry-run"]

@@ -119,7 +119,7 @@ def test_offline_both_write_files_of_one_run(tmp_path: Path, monkeypatch: pytest
                 environment.finish()
             wandb.teardown()
     written = sorted((tmp_path / "run").glob(f"**/offline-run-*/run-{made.wandb_run_id}.wandb"))
-    assert len(written) == 2, "in directories of their own, also if both begin in one second"
+    assert len(written) == 2, "they have directories of their own, also if both begin in one second"
     content = b"".join(path.read_bytes() for path in written)
     assert b"reward/mean" in content
     assert b"eval/accuracy" in content

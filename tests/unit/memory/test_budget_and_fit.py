@@ -186,7 +186,7 @@ def test_tensor_parallelism_divides_layers_and_ends_and_holds_the_whole_head_bes
     ranks: dict[str, Any] = {"optimizer": "adamw", "world_size": 4, "gradient_checkpointing": False}
     whole, divided = needs(**ranks), needs(**ranks, trainer_tensor_parallel_size=4)
     assert divided.weights == pytest.approx(whole.weights / 4 + 2 * EIGHT.vocabulary * EIGHT.hidden)
-    assert (divided.masters, divided.states) == (whole.masters, whole.states), "which are divided among all ranks"
+    assert (divided.masters, divided.states) == (whole.masters, whole.states), "the states are divided among all ranks"
     in_hidden, in_intermediate = (WORKING_SET[0] * EIGHT.hidden, WORKING_SET[1] * EIGHT.intermediate)
     kept = 2 * config_of(**ranks).micro_batch_tokens * EIGHT.layers
     assert whole.working - divided.working == pytest.approx(kept * in_intermediate * 3 / 4)
@@ -327,7 +327,7 @@ def test_the_doctor_prints_the_range_that_layer_filters_take(
         main.run(["doctor", "--layers", "nobody/nothing-here"])
 
 
-def test_a_directory_is_read_and_a_name_that_is_nowhere_is_told(tmp_path: Path) -> None:
+def test_a_directory_is_read_and_a_name_that_is_nowhere_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
     assert find_shape(str(tmp_path)).layers == 2
     with pytest.raises(ModelNotFound, match=r"not one of the sizes 8B, 14B, 24B"):

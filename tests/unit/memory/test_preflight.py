@@ -245,7 +245,7 @@ def serving_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"weight_bridge_mode": "none", "device": "cpu"}, 0.45, False, None),
         ({**SHARED, "num_inference_nodes": 2, "device": "cuda:1"}, 0.225, True, None),  # weights and one sequence alone
         ({**SHARED, "num_inference_nodes": 2, "vllm_tensor_parallel_size": 2}, 0.225, True, 7.8),
-        ({"weight_bridge_mode": "none"}, 1.0, False, 57.8),  # as much as the driver and the process itself leave
+        ({"weight_bridge_mode": "none"}, 1.0, False, 57.8),  # all but the memory of driver and process
     ],
 )
 def test_the_cache_of_a_server_beside_other_processes_is_what_its_share_leaves(
@@ -342,7 +342,7 @@ def test_the_share_that_is_advised_holds_policy_and_teacher(large_model: Path) -
     raised, _ = fit_to_gpu(read_settings([*run, "--gpu-memory-utilization", "0.3"]))
     assert raised.trainer.gpu_memory_utilization == 0.46, "the half of it holds what 0.23 holds without a teacher"
     beside, _ = fit_to_gpu(read_settings([*run, "--teacher.gpu", "0", "--gpu-memory-utilization", "0.4"]))
-    assert beside.trainer.gpu_memory_utilization < 0.3, "which both take"
+    assert beside.trainer.gpu_memory_utilization < 0.3, "both need them"
     with pytest.raises(DoesNotFit, match=r"another one for the teacher \(--teacher\.gpu\)"):
         fit_to_gpu(read_settings([*run, "--teacher.vllm.gpu_memory_utilization", "0.9"]))
 

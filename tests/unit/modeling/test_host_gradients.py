@@ -24,7 +24,7 @@ def test_the_sum_of_all_micro_batches_is_bit_equal_to_adding_each_at_once(count,
     for number, gradient in enumerate(gradients_of(count, dtype)):
         added = gradient.to(torch.float32, copy=True) if number == 0 else added.add_(gradient)
         on_their_way.take("w", gradient, moved)
-        gradient.zero_()  # its memory is another tensor's by the time it is added
+        gradient.zero_()  # its memory belongs to another tensor when it is added
     on_their_way.add_all({"w": moved})
     assert moved.grad.dtype == torch.float32
     assert torch.equal(moved.grad, added)
@@ -85,6 +85,6 @@ def test_a_gradient_leaves_the_gpu_in_its_own_dtype_pinned_and_beside_the_backwa
     on_their_way = HostGradients(torch.device("cuda", 0))
     on_their_way.take("w", OnGpu(calls), master)
     begun = [("wait in side for", "default"), ("copy", True), ("record in", "side"), ("kept for", "side")]
-    assert (made, calls) == ([((2,), torch.bfloat16, True)], begun), "the backward has waited for nothing"
+    assert (made, calls) == ([((2,), torch.bfloat16, True)], begun), "the backward has not waited"
     on_their_way.add_all({"w": master})
     assert calls == [*begun, ("wait",), ("add",)]

@@ -34,7 +34,7 @@ from .conftest import labels_of, make_rows
 COMPILE = torch.compile
 CPU = torch.device("cpu")
 
-# torch warns in tracing and in importing its own compiler; where warnings are errors, that ends the trace.
+# torch warns when it traces and when it imports its own compiler; where warnings are errors, that ends the trace.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
@@ -205,7 +205,7 @@ def test_kernels_that_compute_something_else_are_refused_and_under_auto_left_out
 
 
 @pytest.mark.usefixtures("graphs_alone")
-def test_a_compiler_that_fails_is_told_in_one_line(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_is_reported_in_one_line(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("backend='inductor' raised:\nno Python.h")
 

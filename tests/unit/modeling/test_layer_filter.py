@@ -31,7 +31,7 @@ def test_a_filter_names_the_blocks_that_the_guide_says(text: str, count: int, bl
 
 
 @pytest.mark.parametrize("text", ["32", "20-32", "5-3", "last-33", "last-0", "top-0%", "top-101%", "", "all", "1;2"])
-def test_what_names_no_block_is_told_with_flag_value_and_valid_range(text: str) -> None:
+def test_a_filter_that_names_no_block_is_reported_with_flag_value_and_valid_range(text: str) -> None:
     with pytest.raises(BadLayerFilter, match=r"--lora-layer-indices .*valid range is 0-31"):
         parse_layer_indices(text, 32, flag="--lora-layer-indices")
 

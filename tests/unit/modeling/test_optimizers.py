@@ -208,7 +208,7 @@ def test_an_optimizer_of_ones_own_may_make_groups_of_its_own_and_is_stepped_once
         parameter.grad = torch.ones_like(parameter)
     set_lr(optimizer, 0.5)
     optimizer.step()
-    assert torch.equal(parameters[1].detach(), torch.full_like(parameters[1], -0.5)), "the rate, and step 1"
+    assert torch.equal(parameters[1].detach(), torch.full_like(parameters[1], -0.5)), "rate and step count"
 
 
 def test_an_optimizer_in_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_an_optimizer_of_the_users_own_is_refused_for_weights_that_are_sharded_o
     TrainingConfig(model_name="m", weight_bridge_mode="lora_only", world_size=2, optimizer="mine:momentum")
 
 
-def test_a_name_that_is_no_optimizer_lists_those_there_are() -> None:
+def test_a_name_that_is_not_an_optimizer_lists_those_there_are() -> None:
     with pytest.raises(ValueError, match="adam is not an optimizer; use one of adamw, adamw_8bit, adafactor, or pack"):
         TrainingConfig(model_name="m", optimizer="adam")
 

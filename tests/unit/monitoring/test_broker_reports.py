@@ -100,7 +100,7 @@ def test_while_the_broker_is_away_logging_returns_at_once_and_nothing_is_lost(mo
     assert broker.steps == list(range(1, 301))
 
 
-def test_a_broker_that_takes_no_reports_is_left_alone() -> None:
+def test_a_broker_that_accepts_no_reports_gets_no_more() -> None:
     def answer() -> None:
         raise BrokerRefused({"type": "https://x/not-found"}, 404)
 
@@ -114,7 +114,7 @@ def test_a_broker_that_takes_no_reports_is_left_alone() -> None:
     assert broker.calls == 1
 
 
-def test_a_broker_that_hangs_holds_up_no_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_that_hangs_delays_no_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker_reports, "CLOSE_SECONDS", 0.2)
     hang = threading.Event()
     reporter = RunReporter(Broker(lambda: hang.wait(30) and None))

@@ -71,9 +71,9 @@ def test_a_value_over_its_limit_is_one_event_with_the_value_and_advice(sign: str
     assert (event.sign, event.step) == (sign, 4)
     assert event.message
     assert event.advice
-    assert monitor.check(5, HEALTHY | metrics) == [], "it stays: nothing new"
+    assert monitor.check(5, HEALTHY | metrics) == [], "it lasts, so nothing is logged again"
     assert monitor.check(6, HEALTHY) == []
-    assert signs(monitor, 7, HEALTHY | metrics) == [sign], "it comes back"
+    assert signs(monitor, 7, HEALTHY | metrics) == [sign], "it occurs again"
 
 
 def test_five_batches_without_differences_are_a_flat_reward() -> None:
@@ -82,14 +82,14 @@ def test_five_batches_without_differences_are_a_flat_reward() -> None:
     assert found == [[], [], [], [], ["flat_reward"], [], []]
 
 
-def test_steps_that_are_skipped_for_length_are_no_flat_reward() -> None:
+def test_steps_that_are_skipped_for_length_are_not_a_flat_reward() -> None:
     monitor = HealthMonitor()
     skipped = {names.TRAIN_SKIPPED: 1.0, names.NO_SIGNAL_FRACTION: 0.0, names.SEQUENCES: 4.0}
     metrics = HEALTHY | skipped | {names.LEFT_OUT.format(cause="overlong"): 4.0}
     assert [signs(monitor, step, metrics) for step in range(1, 8)] == [["left_out"], *[[]] * 6]
 
 
-def test_an_accuracy_that_collapses_is_told_and_noise_is_not() -> None:
+def test_an_accuracy_that_collapses_is_reported_and_noise_is_not() -> None:
     monitor = HealthMonitor()
     rewards = [0.59, 0.55, 0.62, 0.5, 0.6, 0.64, 0.52, 0.58] + [0.07] * 5
     found = [signs(monitor, step, HEALTHY | {names.REWARD_MEAN: reward}) for step, reward in enumerate(rewards)]
@@ -97,7 +97,7 @@ def test_an_accuracy_that_collapses_is_told_and_noise_is_not() -> None:
     assert not any(found[:8])
 
 
-def test_a_rate_that_halves_is_told() -> None:
+def test_a_rate_that_halves_is_reported() -> None:
     monitor = HealthMonitor()
     rates = [1000.0] * 12 + [400.0] * 5
     found = [signs(monitor, step, HEALTHY | {names.TOKENS_PER_SECOND: rate}) for step, rate in enumerate(rates)]
@@ -105,7 +105,7 @@ def test_a_rate_that_halves_is_told() -> None:
     assert not any(found[:12])
 
 
-def test_metrics_that_a_step_does_not_have_are_no_sign() -> None:
+def test_metrics_that_a_step_does_not_have_are_not_a_sign() -> None:
     assert HealthMonitor().check(1, {names.TRAIN_SKIPPED: 1.0}) == []
 
 

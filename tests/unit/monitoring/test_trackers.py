@@ -158,7 +158,7 @@ def test_wandb_offline_writes_a_run_that_holds_the_steps(monkeypatch: pytest.Mon
     tracker.log(1, {"reward/mean": 0.25})
     tracker.event(SIGN)
     tracker.close()
-    wandb.teardown()  # as at the end of a process: only then has wandb's service surely written its file
+    wandb.teardown()  # as at the end of a process: only then is it certain that wandb's service has written its file
     (recorded,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     assert b"reward/mean" in recorded.read_bytes()
     assert group.startswith("tried-"), "a group is made from the name"

@@ -89,7 +89,7 @@ def test_a_group_of_one_has_no_baseline_and_gets_zero(settings: AdvantageSetting
     assert advantages([3.5], settings) == [0.0]
 
 
-def test_equal_rewards_are_told_by_their_range_and_not_by_a_noisy_std() -> None:
+def test_equal_rewards_are_recognised_by_their_range_and_not_by_a_noisy_std() -> None:
     noisy = [0.1 + 0.2, 0.3, 0.3]
     assert is_zero_variance(noisy)
     assert advantages(noisy, AdvantageSettings()) == [0.0, 0.0, 0.0]

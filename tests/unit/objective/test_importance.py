@@ -94,7 +94,7 @@ def test_recomputed_old_logprobs_put_the_ratio_at_one_and_leave_the_gap_to_the_w
     settings = LossSettings(old_logprobs="recomputed", mismatch_correction="token_truncate", tis_cap=2.0)
     new = logs(5.0, 1.5).requires_grad_()
     found = gradient(inputs(new, logs(1.0, 1.0), torch.tensor([1.0, -1.0])), settings)
-    # Against the sampler's logprobs the first token would be clipped and teach nothing.
+    # With the sampler's logprobs the first token would be clipped and have no gradient.
     assert found == pytest.approx([-2.0, 1.5])
 
 

@@ -109,7 +109,7 @@ def test_luspo_is_gspo_with_each_sequence_weighed_by_its_length() -> None:
 def test_m2po_leaves_out_the_largest_steps_away_from_the_sampler_until_the_second_moment_is_small_enough() -> None:
     logs, advantages = torch.tensor([0.1, -0.5, 0.9, 0.3, -0.8, 0.0]), torch.tensor([1.0, -1.0, 1.0, 1.0, 1.0, -1.0])
     squares, outward = outward_squares(logs, advantages)
-    assert outward.tolist() == [True, True, True, True, False, False], "it comes back, or has not moved"
+    assert outward.tolist() == [True, True, True, True, False, False], "it returns, or has not moved"
     # Squares 0.01, 0.09, 0.25 and 0.81: the mean of all is 0.29, of three 0.117, of two 0.05.
     cuts = {0.3: math.inf, 0.2: 0.81, 0.1: 0.25, 0.04: 0.09, 0.001: 0.01}
     for threshold, cut in cuts.items():

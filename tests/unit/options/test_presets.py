@@ -34,7 +34,7 @@ def test_a_preset_s_dry_run_shows_what_it_sets(name: str, capsys: pytest.Capture
     assert {key: shown[key] for key in PRESETS[name].settings} == dict(PRESETS[name].settings)
     assert shown["preset"] == name
     config = parse("--preset", name)
-    assert TrainingConfig.model_validate(config.model_dump()) == config, "the resolved settings say the same again"
+    assert TrainingConfig.model_validate(config.model_dump()) == config, "the resolved settings resolve to themselves"
 
 
 def test_a_dry_run_says_which_settings_have_no_effect_and_keeps_its_output_json(

@@ -32,14 +32,14 @@ def test_what_we_had_mapped_is_swept_and_nothing_else(tmp_path: Path) -> None:
     before.close()
 
 
-def test_what_somebody_still_maps_stays(tmp_path: Path) -> None:
+def test_what_another_process_still_maps_stays(tmp_path: Path) -> None:
     mapping = make(tmp_path / "segment")
     assert sweep(["segment"], tmp_path) == []
     mapping.close()
     assert sweep(["segment", "never-there"], tmp_path) == ["segment"]
 
 
-def test_a_taken_port_is_told_with_its_holder() -> None:
+def test_a_taken_port_is_reported_with_its_holder() -> None:
     assert require_free(free_port(), flag="--port") > 0
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -50,7 +50,7 @@ def test_a_taken_port_is_told_with_its_holder() -> None:
             require_free(port, flag="--port")
 
 
-def test_a_port_that_was_chosen_is_given_to_nobody_else_and_can_be_listened_on_by_its_number() -> None:
+def test_a_port_that_was_chosen_is_given_to_no_other_process_and_can_be_listened_on_by_its_number() -> None:
     with ExitStack() as held:
         chosen = {*free_ports(50, held=held), free_port(held=held)}
         chosen.add(require_free(free_port(), flag="--port", held=held))

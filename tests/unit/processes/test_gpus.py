@@ -125,7 +125,7 @@ def test_of_gpus_of_several_kinds_only_those_are_asked_that_cuda_numbers_as_the_
     assert not gpu_has_room("1", 0.5)
     assert gpu_memory_bytes(1) is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b,0")
-    assert gpu_has_room("0", 0.5), "its UUID says which it is"
+    assert gpu_has_room("0", 0.5), "its UUID identifies it"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     assert gpu_has_room("1", 0.5)

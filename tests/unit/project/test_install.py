@@ -85,7 +85,7 @@ def test_pip_installs_where_uv_cannot(install: ModuleType, attempts: SimpleNames
     assert attempts.commands[-1][3:] == ["install", *ASKED, "--quiet"]
 
 
-def test_what_nobody_can_install_is_a_failure(install: ModuleType, attempts: SimpleNamespace) -> None:
+def test_a_package_that_cannot_be_installed_is_a_failure(install: ModuleType, attempts: SimpleNamespace) -> None:
     attempts.fails = lambda _: True
     assert install.main(["--or-from", INDEX, *ASKED]) == 1
     assert len(attempts.commands) == 4

@@ -34,7 +34,7 @@ def required(lock: str, python: str) -> Iterator[tuple[str, Requirement]]:
     here: dict[str, str] = {**default_environment(), "python_version": python, "python_full_version": f"{python}.0"}
     for name, version in pins(lock).items():
         try:
-            # The two builds of vLLM share a version and their requirements, but for torch.
+            # The two builds of vLLM have the same version and the same requirements except torch.
             distribution = metadata.distribution(MAIN["cpu"] if name in MAIN.values() else name)
         except metadata.PackageNotFoundError:
             continue

@@ -19,7 +19,7 @@ NOT_FORMS = {
     "ATROPOS_CACHE",
     "ATROPOS_SERVER_SOCKETS",
     "ATROPOS_KILLS_PATIENCE",
-    # As many steps as an example of the state machine has; more of them do not make it find more.
+    # The number of steps in an example of the state machine; more steps do not find more.
     "ATROPOS_PROPERTY_STEPS",
 }
 

@@ -49,7 +49,7 @@ PITFALLS: dict[str, tuple[str, ...]] = {
         "test_r37_without_clearing_a_prefix_of_the_old_policy_is_read",
     ),
     "P10 an adapter's name is never reused": (
-        "test_names_are_not_reused_and_mistakes_are_told",
+        "test_names_are_not_reused_and_mistakes_are_reported",
         "test_r23_an_adapter_sent_as_tensors_is_the_policy_under_the_models_name_on_every_route",
     ),
     "P11 no adapter is read from a file that may be gone": (
@@ -109,7 +109,7 @@ PITFALLS: dict[str, tuple[str, ...]] = {
         "test_a_batch_of_groups_is_the_oldest_ones_whatever_their_sizes",
     ),
     "P27 equal rewards are told through float noise, for whole groups": (
-        "test_equal_rewards_are_told_by_their_range_and_not_by_a_noisy_std",
+        "test_equal_rewards_are_recognised_by_their_range_and_not_by_a_noisy_std",
         "test_p27_a_group_is_judged_whole_where_the_environment_supplies_advantages",
     ),
     "P28 samples of a group do not share a seed": ("test_p28_parts_of_a_group_do_not_share_a_seed",),

@@ -48,7 +48,7 @@ def test_a_command_is_understood(line: str, folder: Path, model: Path, monkeypat
     assert not (folder / "runs").exists()
 
 
-def test_the_memory_of_the_model_is_told(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_memory_of_the_model_is_printed(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = [line for line in commands() if line.startswith("atropos doctor")]
     assert run_atropos(NAMED_MODEL.sub(str(model), line).split()[1:]) == 0
     assert "shared_vllm" in capsys.readouterr().out

@@ -191,7 +191,7 @@ async def test_a_stream_that_breaks_ends_with_the_reason(gate, monkeypatch):
     assert gate.inside == 0
 
 
-async def test_an_adapter_that_goes_while_its_request_waits_at_the_door_leaves_nobody_inside(gate, monkeypatch):
+async def test_an_adapter_that_goes_while_its_request_waits_at_the_gate_leaves_no_request_inside(gate, monkeypatch):
     """If the gate counted one request too many, no later publish would find the server drained."""
     monkeypatch.setattr(generate, "sampling_params", lambda _: None)
     engine = BreakingEngine()

@@ -52,13 +52,13 @@ def refused(guard, method="POST", path="/v1/completions", *, host="localhost:900
 
 @pytest.mark.parametrize("host", OWN)
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_r28_names_and_addresses_that_nobody_can_point_here_are_answered(host, method):
+def test_r28_names_and_addresses_that_no_attacker_can_point_here_are_answered(host, method):
     assert refused(hosts(), method, host=host) is None
 
 
 @pytest.mark.parametrize("host", ANYBODYS)
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_r28_a_public_name_may_have_been_pointed_here_by_anybody(host, method):
+def test_r28_a_public_name_may_have_been_pointed_here_by_an_attacker(host, method):
     assert refused(hosts(), method, host=host) == "foreign-host"
     assert refused(hosts(names=["*"]), method, host=host) is None
 

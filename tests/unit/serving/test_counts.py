@@ -21,7 +21,7 @@ def scheduler_with(blocks, sizes, computed):
     )
 
 
-def test_a_request_that_resumes_as_a_new_one_is_no_prefix_hit():
+def test_a_request_that_resumes_as_a_new_one_is_not_a_prefix_hit():
     plan = SimpleNamespace(
         scheduled_new_reqs=[
             SimpleNamespace(req_id="new", num_computed_tokens=16),

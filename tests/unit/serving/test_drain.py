@@ -122,7 +122,7 @@ def test_newer_steps_count_for_more():
     assert times_of(*[(8, 8, 0.05)] * 2000, *[(8, 8, 0.01)] * 3000).fit()[0] == pytest.approx(0.01, rel=0.05)
 
 
-def test_the_time_after_a_pause_or_an_idle_time_is_no_steps_time():
+def test_the_time_after_a_pause_or_an_idle_time_is_not_a_steps_time():
     ends = iter([0.0, 0.01, 5.01, 5.02, 9.0, 9.01])
     times = StepTimes(clock=lambda: next(ends))
     times.end_step(1, 1, goes_on=True)

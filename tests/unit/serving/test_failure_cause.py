@@ -21,7 +21,7 @@ def engine_log():
     logger.filters[:] = before
 
 
-def test_the_exception_an_engine_logs_as_its_end_is_told_though_it_sets_its_logging_up_anew(
+def test_the_exception_an_engine_logs_as_its_end_is_reported_though_it_sets_its_logging_up_anew(
     engine_log, monkeypatch, tmp_path
 ):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -39,5 +39,5 @@ def test_the_exception_an_engine_logs_as_its_end_is_told_though_it_sets_its_logg
 
 
 @pytest.mark.parametrize(("codes", "told"), [([None, -9], "SIGKILL"), ([1], "exit code 1"), ([], "does not answer")])
-def test_an_engine_that_ended_without_a_word_is_told_by_its_exit_code(codes, told):
+def test_an_engine_that_ended_silently_is_described_by_its_exit_code(codes, told):
     assert told in how_ended([SimpleNamespace(exitcode=code) for code in codes])

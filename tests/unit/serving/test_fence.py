@@ -170,7 +170,7 @@ async def test_r26_a_lapse_with_torn_weights_stays_paused_until_a_whole_publish(
     assert await refusal_of(gate) == "weights-torn"
     assert engine.calls[-1] == ("pause", True)
 
-    publish_id = await begin(fence, lease_seconds=0.02)  # another trainer that dies before it writes
+    publish_id = await begin(fence, lease_seconds=0.02)  # another trainer that is killed before it writes
     await asyncio.sleep(0.1)
     assert await refusal_of(gate) == "weights-torn"
     with pytest.raises(Problem):
@@ -313,7 +313,7 @@ async def test_a_change_that_cannot_be_taken_back_is_refused_until_a_whole_publi
     publish_id, update = await overwritten(fence, 1)
     update.can_go_back = False
     assert (await fence.abort(publish_id))["torn"] is True
-    publish_id, other = await overwritten(fence, 2)  # what this one could put back is torn as well
+    publish_id, other = await overwritten(fence, 2)  # the weights that this trainer could restore are torn as well
     assert (await fence.abort(publish_id))["torn"] is True
     assert other.calls == []
     assert await refusal_of(gate) == "weights-torn"

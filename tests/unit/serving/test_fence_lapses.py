@@ -36,7 +36,7 @@ async def test_r41_a_lapse_after_the_whole_write_serves_the_version_that_the_hea
     await gate.enter()
     assert (fence.policy_version, fence.torn, engine.calls[-1]) == (2, False, ("resume", "2"))
     late = await fence.end(publish_id, 2)
-    assert late["version"] == 2, "a trainer that wakes up is told what it asked for"
+    assert late["version"] == 2, "a trainer that resumes gets the answer to its request"
     assert await kind_of(fence.end(publish_id, 3)) == "publish-lapsed"
 
 
@@ -243,7 +243,7 @@ async def test_a_resume_by_hand_that_fails_leaves_the_server_held(fence, engine,
     engine.failing.add("resume")
     with pytest.raises(RuntimeError):
         await fence.release()
-    assert await refusal_of(gate) == "paused", "nobody waits in an engine that stands still"
+    assert await refusal_of(gate) == "paused", "no request waits in a paused engine"
     engine.failing.clear()
     await fence.release()
     await gate.enter()

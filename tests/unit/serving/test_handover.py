@@ -173,7 +173,7 @@ async def test_a_request_that_was_answered_before_its_body_had_come_is_not_answe
         assert await answer(reader) == 1
         replacing = asyncio.ensure_future(both.replace())
         await settle()
-        assert not replacing.done(), "nobody else may read the rest"
+        assert not replacing.done(), "no other process may read the rest"
         writer.write(early[-50:])
         await replacing
         writer.write(request())
@@ -207,7 +207,7 @@ async def test_a_request_in_many_pieces_arrives_whole_and_is_forgotten_once_it_i
         assert await answer(reader) == 2
 
 
-async def test_a_client_that_leaves_meanwhile_is_no_trouble_to_the_others():
+async def test_a_client_that_leaves_meanwhile_does_not_disturb_the_others():
     async with Replacement() as both:
         leaving, (reader, writer) = socket.create_connection(("127.0.0.1", both.port)), await both.connect()
         both.old.app.gate.close()
@@ -229,7 +229,7 @@ async def test_what_a_server_that_is_killed_had_given_is_answered_by_the_next():
         await settle()
         (connection,) = both.old.server.server_state.connections
         await handover._send(both.channel.sender, [connection.detach()])
-        both.channel.end()  # its starter says it, after a SIGKILL
+        both.channel.end()  # the program that started it says so, after a SIGKILL
         both.new.server.arrived = await receive_connections(both.channel.receiver)
         async with both.new.running(both._second.dup()):
             assert await answer(reader) == 2

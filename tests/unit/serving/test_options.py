@@ -249,7 +249,7 @@ def test_a_quantised_checkpoint_is_refused_for_sharing():
         startup.check_quantised_checkpoint("fp8")
 
 
-def test_a_host_that_is_not_this_machines_is_told():
+def test_a_host_that_is_not_this_machines_is_reported():
     with pytest.raises(CannotServe, match="--host"):
         listen("192.0.2.1", 0)
 
@@ -311,7 +311,7 @@ def test_weights_from_which_others_are_derived_are_not_replaced_in_place(setting
         startup.check_replaceable(config(**fields), {}, **plain | settings)
 
 
-def test_latent_attention_is_told_by_a_models_description():
+def test_latent_attention_is_recognised_by_a_models_description():
     assert startup.is_latent({"kv_lora_rank": 512})
     assert startup.is_latent({"text_config": {"kv_lora_rank": 512}})
     assert not startup.is_latent({"hidden_size": 512, "kv_lora_rank": None})

@@ -140,7 +140,7 @@ class Tokenizer:
         ({"stop": "z"}, "stop", "by the engine"),
     ],
 )
-def test_what_ended_an_output_is_no_part_of_its_text(fields, reason, text):
+def test_what_ended_an_output_is_not_a_part_of_its_text(fields, reason, text):
     replies = Replies(boot_id="b", tokenizer=Tokenizer())
     assert replies.text(parse(prompt=[1], **fields), output([1, 2, 3], reason=reason, text="by the engine")) == text
 

@@ -58,7 +58,7 @@ def test_it_learns_the_chats_and_writes_metrics_and_a_summary(sft: Sft) -> None:
 def test_the_evaluation_is_the_mean_over_tokens_of_data_that_is_not_learned(sft: Sft, tmp_path: Path) -> None:
     held = tmp_path / "held.jsonl"
     held.write_text("".join(json.dumps(row) + "\n" for row in CHATS[:3]))
-    # At a rate of 0 the model stays, so that the loss of a step over the same rows is the evaluation's.
+    # At a rate of 0 the model does not change, so the loss of a step over the same rows is the evaluation's.
     learned = sft("--lr", "0", rows=CHATS[:3], folder="learned")
     evaluated = sft("--lr", "0", "--eval-dataset", str(held), rows=CHATS[3:6], folder="evaluated")
     assert rows_of(evaluated)[-1]["sft/eval_loss"] == pytest.approx(rows_of(learned)[0]["train/loss"], abs=1e-5)

@@ -179,7 +179,7 @@ def test_a_log_cut_anywhere_opens_with_what_lies_before_the_cut(stored):
     stored._open()
 
 
-def test_files_that_are_no_segments_are_left_alone(stored):
+def test_files_that_are_not_segments_are_left_alone(stored):
     stored.submit(1)
     for name in ("notes.log", "x.tmp"):
         (stored.path / "segments" / name).write_text("not ours")

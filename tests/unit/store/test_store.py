@@ -78,7 +78,7 @@ def test_whatever_was_not_forced_to_the_disk_is_looked_at_whole_at_the_start(tmp
     refs = written(tmp_path, synced=2)
     damage(tmp_path, refs[hit])
     again = SegmentLog(tmp_path, syncs=True)
-    # What was forced is not read whole at each start, but checked when it is asked for.
+    # Synced data is not read completely at each start; it is checked when it is read.
     assert again.adopt(refs) == ([refs[hit]] if hit >= 2 else [])
     if hit < 2:
         with pytest.raises(StoreDamaged):

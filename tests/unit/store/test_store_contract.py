@@ -138,7 +138,7 @@ def test_what_is_unanswered_and_what_may_come_again_is_kept_exactly(store):
 def test_bodies_of_refused_ledger_writes_take_no_space(store, monkeypatch):
     broker = Broker(store.ledger, store.bodies)
     environment = broker.register_environment(ENVIRONMENT).environment_id
-    # A directory gives space back a segment at a time.
+    # A directory frees space one segment at a time.
     monkeypatch.setattr(store.bodies, "_segment_bytes", 1, raising=False)
     groups = [checked(1), checked(2)]
     with monkeypatch.context() as patch:
@@ -234,12 +234,12 @@ def test_a_term_that_is_over_writes_and_reads_nothing(redis_server):
     ledger, bodies = open_held(first, fresh=False)
     assert not second.acquire()
     first.step_down()
-    # The same broker again: a new term, so what its old one still has in hand is void.
+    # The same broker again has a new term, so pending writes of its old term are void.
     assert first.acquire()
     for use in (ledger.probe, ledger.load, lambda: bodies.read([LOST])):
         with pytest.raises(StoreUnavailable, match="not the active one"):
             use()
-    # Redis itself refuses a late write, whatever its sender believes.
+    # Redis itself refuses a late write, even if its sender believes that it is active.
     stale = first.term
     assert first._run("return redis.call('SET', KEYS[1], 'somebody else')")
     stale.stage("HSET", "atropos:places", "probed", 1)
@@ -355,7 +355,7 @@ def test_a_full_redis_takes_commits_but_no_groups_and_loses_none(redis_server):
     session.call("CONFIG", "SET", "maxmemory", "1")
     for number in (1, 2):
         for _ in range(2):
-            # What the one before left to be deleted makes no way for this one.
+            # The staged removals of the previous submission make no room for this one.
             with pytest.raises(StoreUnavailable, match="refused a write"):
                 broker.submit(env_id, [checked(7)])
         assert len(broker.get_batch(number)) == 1
@@ -377,7 +377,7 @@ def test_a_redis_without_room_refuses_a_submission_and_takes_the_next(redis_serv
         ledger.add_groups([make_row(1, ref)])
     bodies.discard([ref])
     session.call("CONFIG", "SET", "maxmemory", "0")
-    # The refused row is nowhere that a later change could write it from.
+    # The refused row is not kept, so no later change can write it.
     ledger.adopt_groups("run")
     (ref,) = bodies.append([b"taken"])
     ledger.add_groups([make_row(1, ref)])

@@ -68,7 +68,7 @@ def test_how_often_data_is_forced_to_the_disk(tmp_path, monkeypatch, fsync, most
     for ident in range(50):
         broker.submit(0, [checked(ident)])
     time.sleep(1.3 if fsync == "interval" else 0.1)
-    # The segment, its directory, the ledger; and at the start the ledger's directory.
+    # Syncs of the segment, its directory and the ledger, and at the start of the ledger's directory.
     assert disk.calls == (0 if fsync == "never" else 4)
     time.sleep(0.3)
     assert disk.calls <= 4
@@ -99,14 +99,14 @@ async def test_always_answers_only_what_is_on_the_disk_many_answers_at_a_time(tm
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as http:
         await asyncio.gather(*(submit(http, ident) for ident in range(60)))
     assert len(places) == 60
-    # Two files a sync, so without sharing 120 calls.
+    # Each sync is of two files, so without sharing there would be 120 calls.
     assert disk.calls < 60
     bodies.close()
     ledger.close()
 
 
 @pytest.mark.anyio
-async def test_a_disk_that_fails_to_sync_is_a_503_and_the_repetition_is_no_news(tmp_path, monkeypatch):
+async def test_a_disk_that_fails_to_sync_is_a_503_and_a_repeat_adds_nothing(tmp_path, monkeypatch):
     ledger, bodies = open_directory(tmp_path, fsync="always", fresh=False)
     broker = Broker(ledger, bodies)
     register(broker)
@@ -198,7 +198,7 @@ class World:
 
     def commit(self):
         if self.committed + 1 in self.asked:
-            # The checkpoint that covers it is there first, so a trainer that comes back goes on after it.
+            # The checkpoint that covers it is written first, so a trainer that returns continues after it.
             self.committed += 1
             self.trained += self.asked[self.committed]
             self.broker.commit(self.committed)
@@ -213,7 +213,7 @@ def test_power_that_fails_anywhere_costs_always_nothing_that_was_answered(tmp_pa
     for life in range(1, 4):
         for _ in range(world.random.randint(1, 40)):
             world.random.choice([world.submit, world.submit, world.submit, world.train, world.commit])()
-        # What is under way when the power fails is not answered; its caller asks again.
+        # A request in progress when the power fails is not answered; its caller asks again.
         with monkeypatch.context() as patch:
             patch.setattr(Broker, "sync", lambda _: (_ for _ in ()).throw(InterruptedError))
             for step in world.random.sample([world.submit, world.train, world.commit], 2):

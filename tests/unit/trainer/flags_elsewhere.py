@@ -35,7 +35,7 @@ ELSEWHERE: dict[str, str] = {
     "reshard_after_forward": "tests/unit/distributed/test_ranks.py"
     "::test_gathered_weights_are_let_go_after_a_forward_unless_they_are_to_stay",
     "restart_method": "tests/integration/weights/test_restart_bridge.py"
-    "::test_no_rollout_is_lost_when_a_new_server_starts_beside_the_old_one_and_no_stranger_harmed",
+    "::test_no_rollout_is_lost_when_a_new_server_starts_next_to_the_old_one_and_no_other_process_is_harmed",
     "resume": "tests/unit/trainer/test_flag_effects.py::test_a_resumed_run_goes_on_after_its_newest_checkpoint",
     "standby_server": "tests/unit/weights/test_restart.py"
     "::test_the_next_servers_process_is_ready_after_each_publish_unless_told_not_to",

@@ -237,7 +237,9 @@ def test_where_every_checkpoint_is_damaged_nothing_starts_over_quietly(policy: P
         find_checkpoint("auto", tmp_path)
 
 
-def test_what_a_killed_writer_left_is_no_checkpoint_and_goes_with_the_next_one(policy: Policy, tmp_path: Path) -> None:
+def test_what_a_killed_writer_left_is_not_a_checkpoint_and_goes_with_the_next_one(
+    policy: Policy, tmp_path: Path
+) -> None:
     left = tmp_path / ".checkpoint-7.part"
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
@@ -285,7 +287,7 @@ def test_full_weights_are_not_resumed_as_an_adapter_nor_the_reverse(written: Bri
     refuse_changed_settings(state, TrainingConfig(model_name="m", weight_bridge_mode=same_kind[written]))
 
 
-def test_a_model_of_other_sizes_is_told_before_it_is_loaded(tmp_path: Path) -> None:
+def test_a_model_of_other_sizes_is_reported_before_it_is_loaded(tmp_path: Path) -> None:
     model, moved = make_tiny_model(tmp_path / "model"), make_tiny_model(tmp_path / "moved", seed=1)
     state = replace(make_state(3), config=TrainingConfig(model_name=str(model)).model_dump(mode="json"))
     refuse_changed_settings(state, TrainingConfig(model_name=str(moved)))

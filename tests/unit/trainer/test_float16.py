@@ -90,7 +90,7 @@ def test_gradients_too_small_for_float16_reach_the_masters(tiny_model: Path) -> 
     exact = gradients_after(make_learner(tiny_model, dtype="float32", max_grad_norm=0.0), tiny)
     scaled = gradients_after(make_learner(tiny_model, max_grad_norm=0.0), tiny)
     plain = gradients_after(make_learner(tiny_model, max_grad_norm=0.0, scale=LossScale(1.0)), tiny)
-    assert (plain == 0).float().mean() > 0.5, "or the scale has nothing to do here"
+    assert (plain == 0).float().mean() > 0.5, "otherwise the scale has no effect here"
     assert (scaled - exact).norm() < 0.02 * exact.norm()
 
 

@@ -147,7 +147,7 @@ def test_under_the_launcher_each_flag_is_observed_refused_or_remarked_on_in_each
     monkeypatch.chdir(tmp_path)
     (tmp_path / "token").write_text("of-the-broker")
     again = launched.__wrapped__(mode, (), tmp_path)
-    assert launched(mode, (), tmp_path) == again, "else every flag would seem to be observed"
+    assert launched(mode, (), tmp_path) == again, "otherwise every flag would seem to be observed"
     seen = {field: launched_cell(mode, field, tmp_path) for field in FIELDS if field not in OF_THE_LAUNCHER}
     assert {field: what for field, what in seen.items() if what.startswith("wrong")} == {}
     assert "observed" in seen.values()
@@ -245,7 +245,7 @@ def outcome(config: TrainingConfig) -> Any:
     delivery = getattr(bridge, "_delivery", None)
     exchange = getattr(delivery or bridge, "_exchange", None)
     parts = [part for part in (bridge, delivery, exchange) if part is not None]
-    # A delivery's module serves several modes, so that only its class is read.
+    # A delivery's module serves several modes, so only its class is read.
     kinds = [type(part) for part in parts]
     sources = kinds if config.registered_servers else [inspect.getmodule(kind) or inspect for kind in kinds]
     source = "".join(map(inspect.getsource, sources))

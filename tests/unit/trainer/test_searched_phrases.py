@@ -78,7 +78,7 @@ def test_a_trained_token_without_a_logprob_names_environment_and_index() -> None
         prepare_batch(batch, data_settings(TrainingConfig(model_name="m")))
 
 
-def test_misaligned_logprobs_are_told_in_the_words_of_the_guide() -> None:
+def test_misaligned_logprobs_are_reported_in_the_words_of_the_guide() -> None:
     means = {names.LOGPROBS_INFERENCE_MEAN: 0.85, names.LOGPROBS_TRAINING_MEAN: -1.5}
     told = [event.message for event in HealthMonitor().check(1, means)]
     assert told[0].startswith("ref_logprobs avg 0.850 (should be negative!)")

@@ -38,7 +38,7 @@ class NothingIsAsked:
         ({"loss_type": "nowhere:thing", "device": "cpu"}, "--loss-type nowhere:thing cannot be imported"),
     ],
 )
-def test_what_this_machine_lacks_is_told_before_anything_is_loaded(settings: dict[str, Any], said: str) -> None:
+def test_what_this_machine_lacks_is_reported_before_anything_is_loaded(settings: dict[str, Any], said: str) -> None:
     untouched = cast("Any", NothingIsAsked())
     trainer = Trainer(
         TrainingConfig(model_name="m", **settings), session=untouched, bridge=untouched, trackers=untouched
@@ -48,7 +48,7 @@ def test_what_this_machine_lacks_is_told_before_anything_is_loaded(settings: dic
     assert str(refused.value).startswith(said)
 
 
-def test_modules_that_the_model_does_not_have_are_told_before_it_is_loaded(tmp_path: Path) -> None:
+def test_modules_that_the_model_does_not_have_are_reported_before_it_is_loaded(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"weight_bridge_mode": "lora_only", "lora_target_modules": ["nonsense"], "device": "cpu"}
     config = TrainingConfig(model_name=str(make_tiny_model(tmp_path / "model")), **settings)
     untouched = cast("Any", NothingIsAsked())
@@ -56,12 +56,12 @@ def test_modules_that_the_model_does_not_have_are_told_before_it_is_loaded(tmp_p
     with pytest.raises(TrainerError, match="nonsense"):
         Trainer(config, session=untouched, bridge=untouched, trackers=untouched).set_up()
     refuse_unusable(config.model_copy(update={"lora_target_modules": ["all-linear"]}))
-    assert torch.equal(torch.random.get_rng_state(), drawn), "the run's first draw is what it would have been"
+    assert torch.equal(torch.random.get_rng_state(), drawn), "the run's first random numbers are unchanged"
 
 
 @pytest.mark.parametrize("flag", ["--train-layer-indices", "--lora-layer-indices"])
 @pytest.mark.parametrize("layers", ["99", "last-99", "0-x"])
-def test_layers_that_the_model_does_not_have_are_told_by_trainer_and_launcher(
+def test_layers_that_the_model_does_not_have_are_reported_by_trainer_and_launcher(
     tmp_path: Path, flag: str, layers: str
 ) -> None:
     mode = "none" if flag == "--train-layer-indices" else "lora_only"
@@ -72,7 +72,7 @@ def test_layers_that_the_model_does_not_have_are_told_by_trainer_and_launcher(
         cli.run([*argv, "--run-dir", str(tmp_path / "run")])
 
 
-def test_a_checkpoint_that_is_not_there_is_told_before_the_launcher_starts_anything() -> None:
+def test_a_checkpoint_that_is_not_there_is_reported_before_the_launcher_starts_anything() -> None:
     settings = read_settings(["--model-name", "m", "--resume", "/nowhere/checkpoint-3", *WHOLE_RUN])
     with pytest.raises(ConfigError, match=r"--resume /nowhere/checkpoint-3: no such directory"):
         plan_launch(settings)

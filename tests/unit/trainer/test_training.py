@@ -102,7 +102,7 @@ def test_adding_a_constant_to_all_rewards_gives_the_same_weights(tiny_model: Pat
             sampler.sample(weights, 1, lambda a, by=offset: float(sum(a) % 3) + by, group_size=4) for _ in range(6)
         ]
         learner.train(prepare_batch(Batch(number=1, run_id="r", groups=groups), data_settings(config)))
-    # Adam's first step is lr times the gradient's sign, so noise near a zero gradient shows in full.
+    # Adam's first step is lr times the gradient's sign, so noise near a zero gradient has its full effect.
     assert_same_weights(plain, shifted, tolerance=1e-4)
 
 

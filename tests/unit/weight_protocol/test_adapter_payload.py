@@ -37,6 +37,6 @@ def test_the_checksum_is_that_of_the_content():
         (b"\x02" + bytes(7) + b"no", "not an adapter in safetensors format"),
     ],
 )
-def test_a_body_that_is_no_adapter_is_told_apart_with_the_reason(body, told):
+def test_a_body_that_is_not_an_adapter_is_told_apart_with_the_reason(body, told):
     with pytest.raises(ValueError, match=told):
         AdapterPayload.read(body)

@@ -34,7 +34,7 @@ def test_a_token_of_another_user_is_not_read(tmp_path, monkeypatch):
 
 
 def test_a_server_gets_no_token_but_its_own_and_nothing_from_another_file(tmp_path):
-    """The content is sent to the address that names the file, and a stranger may answer there."""
+    """The content is sent to the address that names the file, and another user's process may answer there."""
     private = tmp_path / "id_rsa"
     private.write_text("secret\n9001\n")
     private.chmod(0o600)

@@ -84,7 +84,7 @@ def test_a_manifest_of_a_server_that_is_gone_is_stale(tmp_path, fields):
         load_manifest(write_manifest(manifest(**fields), tmp_path))
 
 
-def test_a_manifest_of_another_form_is_told(tmp_path):
+def test_a_manifest_of_another_form_is_reported(tmp_path):
     path = tmp_path / MANIFEST_NAME
     path.write_text('{"model": "m"}')
     path.chmod(0o600)

@@ -95,7 +95,7 @@ def test_a_write_that_has_begun_may_be_given_another_version(tmp_path):
     assert (header.state().version, header.state().torn) == (5, False)
 
 
-def test_a_missing_or_foreign_header_is_told(tmp_path):
+def test_a_missing_or_foreign_header_is_reported(tmp_path):
     with pytest.raises(SharedMemoryError, match="still running"):
         SegmentHeader(tmp_path / "none")
     foreign = tmp_path / "foreign"
@@ -125,7 +125,7 @@ def test_files_of_the_living_stay_and_of_the_dead_go():
 def test_files_of_other_users_are_never_swept(monkeypatch):
     """Root may open the weights of another user's running server, but must not remove them."""
     file = SharedFile.create(BOOT_ID, "weights", 4096)
-    os.close(file._descriptor)  # its server is gone, so that nothing but the owner speaks for it
+    os.close(file._descriptor)  # its server is gone, so only its owner protects it
     ours = os.getuid()
     with monkeypatch.context() as patch:
         patch.setattr(os, "getuid", lambda: ours + 1)
@@ -141,7 +141,7 @@ def test_a_shared_file_is_this_users_alone():
     assert not file.path.exists()
 
 
-def test_memory_that_cannot_be_reserved_is_told_and_leaves_nothing():
+def test_memory_that_cannot_be_reserved_is_reported_and_leaves_nothing():
     with pytest.raises(SharedMemoryError, match="--shm-size"):
         SharedFile.create(BOOT_ID, "weights", 1 << 50)
     assert not list(Path("/dev/shm").glob(f"atropos-{BOOT_ID}-*"))
@@ -179,7 +179,7 @@ def test_a_parameter_changed_by_another_process_is_seen_without_a_call():
     segment.close()
 
 
-def test_attaching_to_a_segment_that_is_gone_is_told():
+def test_attaching_to_a_segment_that_is_gone_is_reported():
     handle = {"kind": "posix", "path": f"/dev/shm/atropos-{BOOT_ID}-weights", "nbytes": 64}
     with pytest.raises(SharedMemoryError, match="still running"):
         make_segment("cpu").attach(handle)

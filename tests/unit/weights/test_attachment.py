@@ -90,7 +90,7 @@ def test_a_trainer_started_first_waits_with_a_line_and_goes_on(tiny_family, tmp_
         bridge.close()
         appear.join()
     assert 2 <= caplog.text.count("waiting for the vLLM server") <= 1 + waited_seconds / 0.2
-    assert caplog.text.count("Parameter mapping file not found") == 1, "the long reason is told once"
+    assert caplog.text.count("Parameter mapping file not found") == 1, "the long reason is logged once"
     assert "s): still the same" in caplog.text
 
 
@@ -100,7 +100,7 @@ def test_waiting_ends_with_the_reason_and_the_flag(tiny_family):
         bridge.prepare()
 
 
-def test_a_host_that_no_lookup_knows_is_told_at_once(tiny_family):
+def test_a_host_that_no_lookup_knows_is_reported_at_once(tiny_family):
     here = config_of("http://127.0.0.1:9001", tiny_family("qwen2"))
     bridge = SharedVllmBridge(here.model_copy(update={"vllm_host": "no-such-host.invalid"}))
     started = time.monotonic()

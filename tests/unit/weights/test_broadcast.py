@@ -197,7 +197,7 @@ def test_a_server_on_another_host_is_not_sent_to_this_hosts_loopback_interface(b
 
 
 @pytest.mark.parametrize("address", ["http://a:1", "a:0", "a:b", "", "a b", "u@a:1"])
-def test_what_is_no_address_is_refused_with_the_form_of_one(address):
+def test_a_text_that_is_not_an_address_is_refused_with_the_valid_form(address):
     with pytest.raises(ValidationError, match="write HOST or HOST:PORT"):
         config_of("http://127.0.0.1:9", "m", num_inference_nodes=1, broadcast_address=address)
 

@@ -91,7 +91,7 @@ async def test_a_file_with_other_bytes_is_fetched_again_from_its_beginning(check
     assert is_whole(copy, source.files)
 
 
-async def test_a_file_that_is_never_whole_is_no_checkpoint(checkpoint, server, copy):
+async def test_a_file_that_is_never_whole_is_not_a_checkpoint(checkpoint, server, copy):
     source = server.offer(checkpoint, describe(checkpoint))
     (checkpoint / "model.safetensors").write_bytes(os.urandom(300_000))
     with pytest.raises(CheckpointUnreadable, match="its checksum is another"):
@@ -179,7 +179,7 @@ def test_a_version_is_written_once_for_all_who_join_and_removed_after_the_next(d
     delivery.deliver(members_of(first), 3, limit_seconds=1.0)
     again = delivery.deliver(members_of(first, joiner), 3, limit_seconds=1.0)
     assert len(again.served) == 2
-    assert (len(first.read), len(joiner.read)) == (1, 1), "who has the version reads nothing"
+    assert (len(first.read), len(joiner.read)) == (1, 1), "a server that has the version reads nothing"
     assert isinstance(joiner.read[0][1], CheckpointSource)
     assert joiner.read[0][1] == first.read[0][1]
     delivery.deliver(members_of(first, joiner), 4, limit_seconds=1.0)

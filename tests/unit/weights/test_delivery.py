@@ -131,7 +131,7 @@ def broadcast(cluster, calls):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_whoever_dies_in_a_phase_of_a_broadcast_is_lost_and_the_others_go_on_together(broadcast, cluster, phase):
+def test_a_server_that_ends_in_a_phase_of_a_broadcast_is_lost_and_the_others_go_on_together(broadcast, cluster, phase):
     members = cluster.members("a", "b", "c")
     cluster.clients["b"].dies_in = phase
     delivered = broadcast.deliver(members, 2, limit_seconds=1.0)
@@ -158,7 +158,7 @@ def test_a_server_that_fails_again_and_again_holds_nobody_up(broadcast, cluster)
     assert not cluster.clients["b"].paused
 
 
-def test_a_failure_that_is_no_servers_ends_the_publish_also_after_one_was_lost(broadcast, cluster, monkeypatch):
+def test_a_failure_that_no_server_caused_ends_the_publish_also_after_one_was_lost(broadcast, cluster, monkeypatch):
     members = cluster.members("a", "b")
     cluster.clients["b"].dies_in = "join"
 
@@ -238,7 +238,7 @@ def test_beyond_eight_servers_members_pass_an_adapter_on_and_the_trainer_sends_i
     assert len(passed_on) == len(set(passed_on)) > SENT_AT_ONCE
 
 
-def test_an_adapter_that_arrives_otherwise_than_it_was_sent_is_no_delivery(adapters, cluster):
+def test_an_adapter_that_arrives_otherwise_than_it_was_sent_is_not_a_delivery(adapters, cluster):
     members = cluster.members("a", "b")
     cluster.clients["b"].digest = "other"
     delivered = adapters.deliver(members, 2, limit_seconds=1.0)

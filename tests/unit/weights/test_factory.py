@@ -95,7 +95,7 @@ def test_lora_only_starts_a_server_unless_it_is_told_not_to(tmp_path):
 
 
 @pytest.mark.parametrize("asked", ["0", "often", "-1"])
-def test_a_sync_check_that_is_no_number_is_refused(tmp_path, asked):
+def test_a_sync_check_that_is_not_a_number_is_refused(tmp_path, asked):
     with pytest.raises(ValidationError, match="every, off, or a number"):
         config(tmp_path, sync_check=asked)
 
@@ -151,6 +151,6 @@ def test_lora_only_sends_adapters_to_every_server_that_is_named(tmp_path):
     assert len({bridge._adapters_dir for bridge in several._bridges}) == 2, "each server has files of its own"
     assert [bridge._vllm for bridge in several._bridges] == [None, None]
     shares = [bridge._check._share for bridge in several._bridges]
-    assert sum(shares) == pytest.approx(0.01), "the checks of all take as much time as those of one would"
+    assert sum(shares) == pytest.approx(0.01), "the checks of all servers take as much time as those of one"
     by_port = make_bridge(config(tmp_path, vllm_host="far", vllm_port=9130, **settings))
     assert [bridge._url for bridge in by_port._bridges] == ["http://far:9130", "http://far:9131"]

@@ -108,7 +108,7 @@ def test_a_server_that_does_not_answer_is_left_out_longer_each_time_and_comes_ba
     assert names(found.present()) == ["a"]
     answers = info_of()
     clock.now += FIRST_PAUSE_SECONDS
-    assert names(found.present()) == ["a"], "its second chance, which fails too"
+    assert names(found.present()) == ["a"], "its second attempt, which fails too"
     world.infos["http://b"] = answers
     clock.now += FIRST_PAUSE_SECONDS
     assert names(found.present()) == ["a"], "the pause has doubled"
@@ -154,7 +154,7 @@ def test_an_unfit_server_is_refused_under_its_lease_and_looked_at_again_under_th
     assert names(found.present()) == ["a"]
 
 
-def test_another_server_at_a_registered_address_is_no_member(world, follow):
+def test_another_server_at_a_registered_address_is_not_a_member(world, follow):
     world.add("a", boot="one")
     world.infos["http://a"] = info_of(boot_id="another")
     found, _ = follow()

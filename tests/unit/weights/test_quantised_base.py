@@ -123,7 +123,7 @@ def test_a_base_of_other_values_or_without_a_record_is_written_anew(options, tmp
         assert read_base_record(directory) is not None
 
 
-def test_a_disk_without_room_is_told_before_anything_is_written(options, tmp_path, monkeypatch):
+def test_a_disk_without_room_is_reported_before_anything_is_written(options, tmp_path, monkeypatch):
     policy, directory = load_policy(options()), tmp_path / "served" / "base"
     needed = sum(tensor.numel() * 4 for tensor in policy.base_tensors(torch.float32).values())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))

@@ -1,4 +1,4 @@
-"""The bridge to registered servers: what it tells the broker, whom it proves, and what it does with the others."""
+"""The bridge to registered servers: its reports to the broker, the servers that it proves, and all others."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def member(name, *, proven=False, version=None):
     return Member(client, SimpleNamespace(boot_id=name, max_model_len=64, policy_version=version), name, proven)
 
 
-def test_the_servers_that_have_the_version_and_are_proven_are_told_to_the_broker(bridge):
+def test_the_servers_that_have_the_version_and_are_proven_are_reported_to_the_broker(bridge):
     bridge._members.here = [member("a"), member("b")]
     report = bridge.publish(1)
     assert (report.version, report.servers, report.fence_seconds) == (1, ("a", "b"), 0.5)
@@ -148,7 +148,7 @@ def test_a_server_that_is_lost_on_the_way_is_left_out_and_the_others_serve(bridg
     assert bridge.publish(1).servers == ("b",)
     assert bridge._members.lost == ["a"]
     bridge._check.gone, bridge._delivery.loses = {"a"}, {}
-    assert bridge.publish(2).servers == ("b",), "it went away while it was proven"
+    assert bridge.publish(2).servers == ("b",), "it ended while it was proven"
     assert bridge._members.lost == ["a", "a"]
 
 
@@ -197,7 +197,7 @@ def test_an_exchange_may_take_twice_the_usual_time(bridge):
     assert bridge._delivery.limits[-1] == 14.0
 
 
-def test_a_joiner_is_noticed_after_the_first_publish_and_an_unreachable_broker_is_no_error(bridge):
+def test_a_joiner_is_noticed_after_the_first_publish_and_an_unreachable_broker_is_not_an_error(bridge):
     bridge._members.joins = True
     assert not bridge.needs_publish()
     bridge._members.here = [member("a", version=7)]

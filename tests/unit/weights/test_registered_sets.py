@@ -190,7 +190,7 @@ def test_a_server_that_was_cut_off_comes_back_with_old_weights_and_serves_only_n
     world.pass_time(LEASE + 1, here)
     world.publish(2)
     world.publish(3)
-    cut_off.take_new_lease()  # as it does once it has noticed that its lease has ended
+    cut_off.take_new_lease()  # as it does after it has noticed that its lease has ended
     assert cut_off.renew() == "joining"
     assert (cut_off.version, cut_off.serves) == (1, None)
     assert world.bridge.needs_publish()

@@ -178,7 +178,7 @@ def test_where_no_link_can_be_made_the_checkpoint_is_served_by_its_own_path(read
     monkeypatch.setattr(Path, "symlink_to", refuse)
     bridge.publish(2)
     assert bridge._manager.starts[-1][0] == str(tmp_path / "served" / "policy-v2")
-    assert [path.name for path in (tmp_path / "served").iterdir()] == ["policy-v2"], "no link to what is gone"
+    assert [path.name for path in (tmp_path / "served").iterdir()] == ["policy-v2"], "no link to a removed file"
     assert "has no links" in caplog.text
 
 
@@ -234,7 +234,7 @@ def test_a_reload_whose_answer_is_lost_counts_if_the_server_serves_that_version(
         ("none", {}, True, False, "--restart-method reload"),
         ("lora_restart", {}, True, False, "--weight-bridge-mode lora_only"),
         ("none", {}, True, True, None),
-        ("none", {}, False, False, None),  # it had exited, which is another matter
+        ("none", {}, False, False, None),  # it had exited, which is another case
         ("none", {"restart_method": "reload"}, True, False, None),
     ],
 )

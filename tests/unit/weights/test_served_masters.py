@@ -246,5 +246,5 @@ def test_a_step_that_changes_what_is_served_waits_for_an_evaluation_that_holds_t
         should_stop=lambda: False,
     )
     post_step.wait()
-    post_step.wait()  # before a second update of the same step, which nothing could be held back from any more
+    post_step.wait()  # before a second update of the same step, which could no longer be held back
     assert len(answers) == asked

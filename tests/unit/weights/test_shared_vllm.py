@@ -141,7 +141,7 @@ def test_r41_whichever_exchange_is_lost_the_publish_gets_through_with_the_weight
             bridge._check.proven.clear()
         started = time.monotonic()
         assert bridge.publish(version).version == fake.server.policy_version == version
-        assert time.monotonic() - started < 10, "nobody waits for a lease to run out"
+        assert time.monotonic() - started < 10, "no step waits for the end of a lease"
         assert fake.server.lost == {}
         assert served_equals_masters(policy)
         assert not fake.server.fence.paused
@@ -283,7 +283,7 @@ def test_a_version_that_is_not_new_is_refused_and_the_fence_is_lifted(shared):
     assert bridge.highest_version() == 5
 
 
-def test_an_unauthorised_publish_is_told_at_once(shared, monkeypatch):
+def test_an_unauthorised_publish_is_reported_at_once(shared, monkeypatch):
     _, bridge = shared("qwen2")
     bridge.prepare()
 

@@ -18,7 +18,7 @@ import pytest
 from example_trainer.errors import ServerExited, WaitTimedOut
 from example_trainer.vllm_manager import VllmManager, VllmOptions
 
-# Answers like the server, has a worker process of its own and a file in shared memory, and ends by SIGTERM.
+# It answers like the server, has a worker process of its own and a file in shared memory, and ends at SIGTERM.
 STAND_IN = textwrap.dedent(
     """
     import argparse, json, mmap, os, socket, subprocess, sys, time

@@ -87,13 +87,13 @@ class Scene:
 
     def poll(self):
         batch = self.http.get("/batch").json()["batch"]
-        # A delivery is noted once the answer has left; a broker that is stopped at once would not live to note it.
+        # A delivery is recorded after its answer is sent; a broker that is stopped at once would not record it.
         deadline = time.monotonic() + 10
         while batch and not self.broker.state.runs.require_open().delivered and time.monotonic() < deadline:
             time.sleep(0.001)
         return batch and [group["tokens"][0][0] for group in batch]
 
-    # Those of v1
+    # A trainer and an environment of v1
 
     def begin(self, name="run", form="columns", **options):
         defaults = {"batch_size": 8, "max_token_length": 64, "num_steps": 10}

@@ -37,7 +37,7 @@ def test_v0_sizes_that_fit_only_together_wait_for_each_other(scene, caplog):
     assert scene.poll() == [1, 2]
 
 
-def test_v0_one_that_stopped_asking_is_no_partner(scene):
+def test_v0_one_that_stopped_asking_is_not_a_partner(scene):
     start_v0(scene)
     scene.register_env("fives", 5)
     scene.now += 11
@@ -76,7 +76,7 @@ def test_only_a_size_above_the_batch_is_refused(scene):
     assert caught.value.kind == "group-size-cannot-fill-batch"
 
 
-def test_v0_a_size_that_no_longer_fits_is_buffered_paused_and_told_once(scene, caplog):
+def test_v0_a_size_that_no_longer_fits_is_buffered_paused_and_reported_once(scene, caplog):
     start_v0(scene, batch_size=16)
     env_id = scene.register_env("eights", 8).json()["env_id"]
     assert scene.post(1, 8, env_id) == {"status": "received"}
@@ -85,7 +85,7 @@ def test_v0_a_size_that_no_longer_fits_is_buffered_paused_and_told_once(scene, c
     for ident in (2, 3):
         assert scene.post(ident, 8, env_id)["status"] == "buffered"
     answer = scene.http.get(f"/status-env?env_id={env_id}").json()
-    # Atropos' own rules: pause at three batches, end where step and queue pass the run's last.
+    # Atropos' own rules: pause at three batches; end when step and queue together exceed the run's last step.
     assert answer["queue_size"] * 8 >= 3 * 12
     assert answer["current_step"] + answer["queue_size"] * 8 // 12 <= 10
     (line,) = warnings_of(caplog)
@@ -96,7 +96,7 @@ def test_v0_a_size_that_no_longer_fits_is_buffered_paused_and_told_once(scene, c
 
 
 @pytest.mark.parametrize("form", ["json", "columns"])
-def test_v1_a_size_that_no_longer_fits_is_buffered_paused_and_told_once(scene, caplog, form):
+def test_v1_a_size_that_no_longer_fits_is_buffered_paused_and_reported_once(scene, caplog, form):
     scene.begin(batch_size=16)
     env_id = scene.register_v1("eights", 8).environment_id
     assert scene.send(env_id, 1, size=8, form=form).buffered == 0

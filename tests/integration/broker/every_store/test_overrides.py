@@ -21,7 +21,7 @@ def test_r38a_a_null_is_delivered_as_an_empty_object(scene, sent, asked):
 
 
 @pytest.mark.parametrize("sent", ["json", "columns", "v0"])
-def test_r38a_nor_does_a_trainer_of_the_atropos_contract_see_one(scene, sent):
+def test_r38a_a_trainer_of_the_atropos_contract_sees_none_either(scene, sent):
     env = scene.register_v1().environment_id
     scene.register(batch_size=2)
     if sent == "v0":

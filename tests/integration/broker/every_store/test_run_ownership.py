@@ -97,7 +97,7 @@ def test_what_asks_without_a_name_does_not_wake_a_trainer_that_has_gone(scene):
     assert scene.register(wandb_group="other").status_code == 200
 
 
-def test_a_reset_ends_the_run_of_whoever_is_at_work(scene, caplog):
+def test_a_reset_ends_the_run_of_any_trainer_at_work(scene, caplog):
     scene.register()
     scene.poll()
     scene.now += 3
@@ -145,7 +145,7 @@ def test_each_call_of_a_v1_trainer_is_a_sign_of_life(scene, sign):
         scene.begin("second")
 
 
-def test_those_who_watch_are_no_sign_of_life(scene):
+def test_watchers_are_not_a_sign_of_life(scene):
     scene.begin("first")
     scene.now += 31
     scene.client.status()

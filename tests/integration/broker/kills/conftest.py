@@ -229,7 +229,7 @@ class Load:
         environment = client.call("POST", "/v1/environments", json=request).json()["environment_id"]
         legacy = number == environments - 1
         if number == 0:
-            # Odd, so never in a batch of even ones: what outlives its whole segment.
+            # An odd size, so never in a batch of even ones: this group outlives all others of its segment.
             self._submit(client, environment, 3, legacy=False)
         while not self._stopping.is_set():
             self._submit(client, environment, random.choice([2, 4]), legacy=legacy)
@@ -239,7 +239,7 @@ class Load:
         ident = self._next_ident()
         group = make_body(ident, size)
         if legacy:
-            # Without a key an answer that is given up on unread is one that arrived, so it is waited for.
+            # Without a key an unread answer counts as one that arrived, so the test waits for it.
             client.call("POST", "/scored_data", json=group | {"env_id": environment}, timeout=20 * PATIENCE)
         else:
             body = {"environment_id": environment, "groups": [group]}
@@ -300,7 +300,7 @@ class Load:
         delivered = [group["tokens"][0][0] for group in groups]
         twice = [ident for ident, count in collections.Counter(delivered).items() if count > 1]
         assert not twice, f"delivered twice: {twice}"
-        assert set(delivered) <= self.acknowledged, "a group was made up"
+        assert set(delivered) <= self.acknowledged, "a group that nobody sent was delivered"
         left = status["queue"]["groups"]
         assert left <= 2
         assert len(delivered) + left == len(self.acknowledged), f"lost: {self.acknowledged - set(delivered)}, {left=}"

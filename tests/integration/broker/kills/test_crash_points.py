@@ -43,7 +43,7 @@ def test_a_submission_without_a_key_is_known_again_after_two_kills(tmp_path, kil
         broker.start()
         assert broker.wait_until(200)
         for other in pair:
-            # The second one's record says that the first was answered.
+            # The second submission's record says that the first was answered.
             assert httpx.post(broker.url + "/scored_data", json=other).status_code == 200
         broker.kill()
     broker.start()
@@ -63,7 +63,7 @@ def kill_at_steps(broker, load, steps):
         begins = step.startswith(("run-", "store-", "recovered"))
         if step.startswith("run-"):
             work.restart_trainer()
-        # Each has to put together what the one before left, and to come as far as its own step.
+        # Each process has to recover what the one before left, and to reach its own step.
         broker.start(crash_at=f"{step}:{1 if begins else random.randint(1, 3)}")
         assert broker.wait_for_death(30), f"{step} was not reached"
         work.check()

@@ -34,7 +34,7 @@ def test_a_full_disk_is_a_503_and_not_ready_until_there_is_room(tmp_path, killed
         limit_files(broker, limit)
         assert broker.wait_until(503)
         if limit == 1:
-            # Files that were just begun have room below the other limits.
+            # New files have room below the other limits.
             refused = httpx.post(broker.url + "/v1/groups", json={"environment_id": 0, "groups": [make_body(0, 4)]})
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert refused.json()["type"].endswith("store-unavailable")

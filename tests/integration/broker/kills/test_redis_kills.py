@@ -76,7 +76,7 @@ def test_the_standby_says_so_and_who_is_active_and_follows_it(two_brokers):
     assert f"pid {active.pid}" in problem["detail"]
     response = httpx.post(standby.url + "/v1/runs", json={})
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-    # One that stops in order hands over at once.
+    # A broker that stops in order hands over at once.
     active.kill(signal.SIGTERM)
     started = time.monotonic()
     assert standby.wait_until(200)
@@ -92,7 +92,7 @@ def test_killed_or_stopped_at_each_step_its_standby_takes_over_and_nothing_is_lo
         ends = [random.choice(ends[::2]), random.choice(ends[1::2])]
     for step, stop in sorted(ends, key=lambda end: not end[0].startswith("run-")):
         work.wait_for_batches(1)
-        # The one that is to end has to be the active one.
+        # The broker that will be stopped has to be the active one.
         active.kill(signal.SIGTERM)
         assert standby.wait_until(200)
         active.start(crash_at=f"{step}:1{stop}")
@@ -129,7 +129,7 @@ def test_a_group_without_a_key_sent_to_one_that_stops_past_its_lease_is_taken_on
     """R9, R18: its sender repeats unanswered groups, after giving up on the stopped broker or waiting for it."""
     cases = [*itertools.product(STOPS, [False, True])]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        # A database for each.
+        # Each case has a database of its own.
         stores = [f"{redis_server.url[:-1]}{number}" for number in range(len(cases))]
         running = [
             pool.submit(stop_and_repeat, killed_broker, store, *case)
@@ -174,7 +174,7 @@ def stop_and_repeat(killed_broker, store, step, waits):
     assert active.wait_until(503)
     assert count(standby) == 1
     repeat(standby, other)
-    # The one that woke finds the same when it is in charge again.
+    # The resumed broker finds the same when it is active again.
     standby.kill(signal.SIGTERM)
     assert active.wait_until(200)
     assert count(active) == 2
@@ -197,7 +197,7 @@ def test_killed_at_random_the_standby_takes_over_within_the_lease(two_brokers, l
         work.check()
     work.wait_for_batches(2)
     work.finish()
-    # On a machine with more to do than it can, single ones take longer; where patience was asked for, all may.
+    # On an overloaded machine single takeovers take longer; with ATROPOS_KILLS_PATIENCE above 1 all may.
     assert statistics.median(waits) < LEASE + 0.5 or LEASE > 1
 
 
@@ -225,7 +225,7 @@ def test_redis_that_hangs_is_a_503_until_it_goes_on(redis_server, two_brokers, l
     work.finish()
 
 
-def test_a_queue_that_takes_longer_to_read_than_the_lease_lasts_wedges_nobody(redis_server):
+def test_a_queue_that_takes_longer_to_read_than_the_lease_lasts_blocks_no_broker(redis_server):
     seconds = 0.6 * LEASE
     session, other = (open_session(redis_server.url, lease_seconds=seconds) for _ in range(2))
     config = BrokerConfig(store=redis_server.url)
@@ -243,7 +243,7 @@ def test_a_queue_that_takes_longer_to_read_than_the_lease_lasts_wedges_nobody(re
     other.close()
 
 
-def test_a_redis_that_may_forget_is_refused_with_the_command_that_mends_it(redis_server):
+def test_a_redis_that_may_forget_is_refused_with_the_command_that_fixes_it(redis_server):
     def forget(when):
         subprocess.run(["redis-cli", "-p", str(redis_server.port), "config", "set", "appendfsync", when], check=True)
 
@@ -274,7 +274,7 @@ def test_a_standby_that_was_told_to_begin_anew_deletes_nothing_when_it_takes_ove
     active.kill()
     assert standby.wait_until(200)
     assert httpx.get(standby.url + "/v1/status").json()["run"]["name"] == "kept"
-    # Told so while no other process is active, it does.
+    # A start while no other process is active deletes the store as told.
     standby.kill(signal.SIGTERM)
     standby.start()
     assert standby.wait_until(200)

@@ -26,7 +26,7 @@ BATCHES_A_VERSION = 3
 SUMS = [(f"What is {a} + {b}?", str(a + b)) for a, b in itertools.product(range(10), repeat=2) if a + b < 10]
 SETTINGS = {
     "gsm8k": ("gsm8k_server", "--env.max_token_length", "1024", "--env.max_batches_offpolicy", "1"),
-    # Answers are cut off at 60 tokens at first and at 400 in the end, of a run that is planned to have 40 steps.
+    # Answers are cut off at 60 tokens at first and at 400 at the end of a run of 40 planned steps.
     "math": (
         *("math_server_zero", "--env.max_token_length", "400", "--env.start_tok_length", "60"),
         *("--env.total_steps", "40", "--env.max_batches_offpolicy", "1"),
@@ -80,7 +80,7 @@ def rollouts(served, writer, data, programs, begin_training, rollouts_of):
             found[names[group.env_id]] += rollouts_of(group)
         if len(trainer.batches) % BATCHES_A_VERSION == 0:
             trainer.announce(served.publish())
-    # Two are stopped in the middle of it, and drain; the third ends by itself with the run.
+    # Two environments are stopped in the middle of the run, and drain; the third ends by itself with the run.
     assert [server.terminate() for server in servers[:2]] == [(0, [])] * 2
     trainer.client.finish_run(trainer.run.run_id, epoch=trainer.run.epoch)
     assert servers[2].process.wait(30) == 0

@@ -236,7 +236,7 @@ def test_the_logger_comes_along_with_the_environment(hooked):
 
 
 @pytest.mark.parametrize("name", ["atroposlib.api.server", "atroposlib.envs.other", "atroposlib.other"])
-def test_a_module_that_is_not_supplied_is_told_with_what_there_is(hooked, name):
+def test_a_module_that_is_not_supplied_is_reported_with_what_there_is(hooked, name):
     with pytest.raises(ModuleNotFoundError, match=rf"{name} is not provided; there are .*atroposlib\.envs\.base"):
         importlib.import_module(name)
 

@@ -67,7 +67,7 @@ def test_callbacks_may_be_async_and_take_and_return_arrays_or_lists(reward, cont
         (["a", "b"], "one"),
     ],
 )
-def test_what_is_no_score_for_each_sample_is_refused(returned, words):
+def test_a_result_without_a_score_for_each_sample_is_refused(returned, words):
     def broken(_samples):
         return returned
 
@@ -239,7 +239,7 @@ def test_scores_far_from_zero_are_warned_about_with_the_worst_of_them():
 
 def test_flat_rewards_are_hinted_at_by_the_share_of_what_their_range_allows():
     assert "pairwise" in low_variance_hint([0.4, 0.6])
-    assert low_variance_hint([0.1, 1.0]) is None, "half of what 0 to 1 allows, also if the range is not stated"
+    assert low_variance_hint([0.1, 1.0]) is None, "half of the range from 0 to 1, also if no range is declared"
     assert low_variance_hint([0.4, 0.6], score_range=ScoreRange(0.3, 0.7)) is not None
     assert low_variance_hint([-2.0, 2.0]) is None
     assert low_variance_hint([-0.5, 0.5]) is not None
@@ -255,7 +255,7 @@ def test_rewards_that_are_0_or_1_by_design_are_not_hinted_at_unless_all_are_equa
     for texts in (["right", "wrong"], ["wrong"] * 4, ["wrong"] * 4):
         anyio.run(manager.score, [{"completion": text} for text in texts])
         manager.metrics()
-    assert len(caplog.messages) == 1, "said once"
+    assert len(caplog.messages) == 1, "logged once"
 
 
 def test_a_reward_is_checked_on_gold_and_on_wrong_answers():

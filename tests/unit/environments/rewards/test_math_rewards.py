@@ -77,7 +77,7 @@ def test_the_cosine_goes_from_one_end_to_the_other_and_spares_known_answers_the_
     assert reward.range == (-2.0, 1.0)
 
 
-def test_the_cosine_reward_compares_answers_whose_correctness_nobody_gave(verifier):
+def test_the_cosine_reward_compares_answers_whose_correctness_is_not_given(verifier):
     reward = CosineScaledReward(max_length=100, unit="words", verifier=verifier)
     samples = [{"completion": r"\boxed{4}", "answer": "4"}, {"completion": r"\boxed{5}", "answer": "4"}]
     right, wrong = scores_of(reward, samples)

@@ -136,7 +136,7 @@ def test_a_percentage_is_no_other_number(verifier, gold, answer):
     assert verifier.judge(gold, answer).outcome is Outcome.WRONG
 
 
-def test_sides_that_are_not_even_near_each_other_are_no_answer(verifier):
+def test_sides_that_are_not_even_near_each_other_are_not_an_answer(verifier):
     assert verifier.judge("5", r"5 \approx 7").outcome is Outcome.NO_ANSWER
 
 
@@ -159,7 +159,7 @@ def test_an_expression_that_makes_sympy_hang_is_given_up_and_its_child_replaced_
 
     ticks, (hung, fine) = asyncio.run(judge_beside_a_clock())
     assert (hung.outcome, fine.outcome) == (Outcome.UNDECIDED, Outcome.CORRECT)
-    # Not by the clock, which allows four times as much.
+    # The limit of CPU time ends it; that of wall time is four times as long.
     assert "the CPU time limit was reached" in hung.reason
     assert ticks > 30
     assert verifier.child_pids != [before]
@@ -230,7 +230,7 @@ def test_only_decided_answers_are_remembered_and_no_more_than_asked():
         assert list(verifier._cache) == [("1", "b"), ("1", "c")]
         replaced = verifier.replaced
         assert verifier.judge("1", "c").correct
-        # The child that slept would be replaced by another question; a remembered answer asks none.
+        # Another question would replace the sleeping child; a remembered answer asks none.
         assert verifier.replaced == replaced
 
 

@@ -175,7 +175,7 @@ ATTEMPTS: dict[str, str] = {
     "System V memory": "call('shmget', 0, 4096, 0o1600)",
     "System V queues": "call('msgget', 0, 0o1600)",
     "queues": "call('mq_open', b'x', 0o102, 0o600, 0)",
-    # Namespaces and mounts; last, for they change the process
+    # Namespaces and mounts; last, because they change the process
     "a user namespace": "call('unshare', 0x10000000)",
     "a mount namespace": "call('unshare', 0x00020000)",
     "a network namespace": "call('unshare', 0x40000000)",

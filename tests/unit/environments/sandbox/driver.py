@@ -41,7 +41,7 @@ def forbid(what: str) -> None:
 
 async def main() -> None:
     request = json.load(sys.stdin)
-    # Whatever the tool leaves behind becomes this process's child, which is how it is found.
+    # Processes that the tool leaves behind become children of this process, which finds them.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if request["forbid"]:
         forbid(request["forbid"])

@@ -78,7 +78,7 @@ async def test_processes_that_hide_end_with_the_code(tool, mark, ending):
     result = await tool.run(HIDING.format(mark=mark, ending=ending))
     assert "left behind" in result.output
     assert result.timed_out == bool(ending)
-    # Not a moment later: the result is given when nothing is left.
+    # Without a delay: the result is returned when no process is left.
     assert marked(mark) == []
 
 

@@ -81,7 +81,7 @@ async def test_every_namespace_is_its_own(sandbox):
     assert {name for name, link in inside.items() if link == own_namespace(name)} == set()
 
 
-async def test_the_code_is_nobody_without_rights_and_under_the_filter(sandbox):
+async def test_the_code_runs_as_nobody_without_rights_and_under_the_filter(sandbox):
     status = await told(sandbox, "dict(line.split(':', 1) for line in open('/proc/self/status').read().splitlines())")
     found = {name: status[name].strip() for name in ("CapPrm", "CapEff", "CapAmb", "NoNewPrivs", "Seccomp")}
     assert found == {"CapPrm": "0" * 16, "CapEff": "0" * 16, "CapAmb": "0" * 16, "NoNewPrivs": "1", "Seccomp": "2"}
@@ -98,7 +98,7 @@ async def test_every_mount_is_read_only_but_the_working_folder_of_limited_size(s
     assert {path for path, options in mounts.items() if "nodev" not in options} == devices
     size, files = await told(sandbox, "[(s := os.statvfs('/tmp')).f_blocks * s.f_frsize, s.f_files]")
     assert size == 2 << 20
-    # bubblewrap cannot limit their number; the supervisor does.
+    # bubblewrap cannot limit the number of files; the supervisor limits it.
     assert files == MOST_FILES or sandbox.way.name == "bubblewrap"
 
 
@@ -135,7 +135,7 @@ async def test_runs_do_not_take_each_others_processes(sandbox):
 
 
 async def test_without_a_limit_of_the_kernels_the_supervisor_counts_processes(limits_alone):
-    # It waits, for a busy machine may count its processes for the first time only after the last fork.
+    # It waits because a busy machine may count its processes for the first time only after the last fork.
     assert (await limits_alone.run(f"{FORKS}time.sleep(30)\n")).ended_by == "processes"
 
 

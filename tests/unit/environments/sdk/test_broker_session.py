@@ -136,7 +136,7 @@ async def test_older_pacing_does_not_overwrite_newer():
     assert link.pacing.room_sequences == 16
 
 
-async def test_a_step_of_the_trainer_is_told_once():
+async def test_a_step_of_the_trainer_is_passed_on_once():
     steps = []
     client = ScriptedClient()
     link = BrokerConnection(

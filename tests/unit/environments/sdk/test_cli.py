@@ -190,6 +190,6 @@ def test_an_environment_may_go_without_evaluate_which_the_verb_says_in_one_line(
         ("process", "--env.data_path_to_save_groups"),
     ],
 )
-def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_collected(verb, flag):
+def test_a_place_that_cannot_be_written_to_is_reported_before_anything_is_collected(verb, flag):
     with pytest.raises(PathUnusable, match=f"{flag}: /proc/no"):
         run_verb(Trained, [verb, *VLLM, flag, "/proc/no/such"])

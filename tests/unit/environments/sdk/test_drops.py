@@ -34,7 +34,7 @@ def lines(caplog):
     return lambda: caplog.records
 
 
-def test_the_first_eight_are_told_with_count_reason_example_and_flag(clock, lines):
+def test_the_first_eight_are_reported_with_count_reason_example_and_flag(clock, lines):
     dropped = DroppedGroups(clock)
     for _ in range(7):
         dropped.record(ZERO, lambda: "last answer: 'forty-two'")
@@ -56,7 +56,7 @@ def test_after_that_there_is_a_line_each_half_a_minute(clock, lines):
     assert [line.getMessage().split()[0] for line in lines()] == ["8", "38", "68"]
 
 
-def test_few_slow_groups_are_told_after_half_a_minute(clock, lines):
+def test_few_slow_groups_are_reported_after_half_a_minute(clock, lines):
     dropped = DroppedGroups(clock)
     dropped.record(ZERO)
     clock.now = 31
@@ -79,7 +79,7 @@ def test_where_others_got_through_it_is_information_with_each_reason(clock, line
     )
 
 
-def test_the_end_tells_what_no_line_has_told_and_is_silent_without_news(clock, lines):
+def test_the_end_reports_only_what_no_line_has_reported_yet(clock, lines):
     dropped = DroppedGroups(clock)
     dropped.log()
     dropped.record(ZERO)

@@ -44,7 +44,7 @@ def test_group_overrides_change_the_size_expected():
     assert RULES.rejection(told) is None
 
 
-def test_none_as_group_overrides_is_no_error():
+def test_none_as_group_overrides_is_not_an_error():
     assert RULES.rejection(convert(group_overrides=None)) is None
 
 
@@ -61,7 +61,7 @@ def test_empty_lists_mean_nothing_was_given():
         ({"scores": [1.0]}, "1 scores"),
     ],
 )
-def test_a_misaligned_group_is_told_with_the_rollout(broken, words):
+def test_a_misaligned_group_is_reported_with_the_rollout(broken, words):
     with pytest.raises(ValueError, match=words):
         to_wire({**raw(), **broken}, SampleLog("train"))
 
@@ -116,7 +116,7 @@ def test_a_schedule_of_group_sizes_holds_from_its_steps_on():
 
 
 @pytest.mark.parametrize("text", ["8", "0-8", "0:0", "x:8"])
-def test_a_schedule_that_is_none_is_refused_with_its_form(text):
+def test_an_invalid_schedule_is_refused_with_the_valid_form(text):
     with pytest.raises(ValueError, match=r"0:8,100:4|sizes at 1"):
         BaseEnvConfig(group_size_schedule=text)
 
@@ -138,7 +138,7 @@ def test_one_advantage_for_a_rollout_stands_for_all_its_tokens():
     assert convert(advantages=[[1.0, 2.0, 3.0]] * 2).advantages == [[1.0, 2.0, 3.0]] * 2
 
 
-def test_rows_that_are_no_rows_are_left_for_the_broker_to_refuse():
+def test_rows_that_are_not_rows_are_left_for_the_broker_to_refuse():
     """A mistake in one group must not end the task that submits all groups."""
     group = convert()
     group.ref_logprobs = [1, 2]

@@ -85,7 +85,7 @@ async def test_an_answer_that_breaks_off_is_an_error():
     await run_against(server, use)
 
 
-async def test_what_is_no_http_is_an_error():
+async def test_an_answer_that_is_not_http_is_an_error():
     async def use(client, url):
         with pytest.raises(OSError):
             await client.request("GET", url, None)

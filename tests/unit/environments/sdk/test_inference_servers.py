@@ -176,7 +176,7 @@ async def test_the_logprobs_of_a_prompt_come_in_one_form(tokenizer, kind, top_k)
         assert found["prompt_topk_logprobs"][1] == pytest.approx([-0.1, -0.2, -0.3])
 
 
-async def test_a_server_that_tells_no_prompt_logprobs_is_no_teacher(tokenizer):
+async def test_a_server_that_tells_no_prompt_logprobs_is_not_a_teacher(tokenizer):
     end = tokenizer.eos_token_id
     fake = FakeInference(lambda *_: [end], end=end, ours=False)
     with pytest.raises(InferenceRefused, match="cannot be a teacher"):

@@ -18,7 +18,7 @@ def anyio_backend():
 
 
 class Leasing:
-    """The broker's side: it answers as it is told, and keeps what it was asked."""
+    """The broker's side: it gives the set answers, and keeps what it was asked."""
 
     def __init__(self, *answers):
         self.answers = deque(answers)
@@ -45,7 +45,7 @@ async def test_items_are_leased_a_few_at_a_time_and_reported_with_the_next_call(
     assert await leases.take() == LeasedItem("run", 2)
     one, two = broker.asked
     assert (one.call, one.count, one.limit, one.finished) == (1, ITEMS_A_CALL, 3, [])
-    assert (two.call, two.finished, two.dropped) == (2, [], {"equal-scores": [1]}), "item 0 has a group on its way"
+    assert (two.call, two.finished, two.dropped) == (2, [], {"equal-scores": [1]}), "item 0's group is in progress"
     assert two.process == one.process
     assert two.sampled_sequences == 2
 

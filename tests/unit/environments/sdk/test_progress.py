@@ -1,4 +1,4 @@
-"""Open groups are told by name, with what is done and what they do now, so that a watcher can name a straggler."""
+"""Open groups are reported by name, with what is done and what they do now, so that a watcher can name a straggler."""
 
 import anyio
 import pytest
@@ -68,7 +68,7 @@ def test_tasks_of_a_group_note_to_their_own_group(groups):
     assert sorted(anyio.run(main)) == [("a", "a", 2), ("b", "b", 2), ("c", "c", 2)]
 
 
-def test_the_members_that_are_not_finished_are_told_by_their_index_and_last_event(groups):
+def test_the_members_that_are_not_finished_are_reported_by_their_index_and_last_event(groups):
     seen = []
 
     async def collect():
@@ -101,7 +101,7 @@ class NoServers:
     servers = ()
 
 
-def test_a_member_that_is_drawn_again_is_told_once(groups):
+def test_a_member_that_is_drawn_again_is_reported_once(groups):
     with groups.collecting("item", 2) as progress:
         with collecting_member(1):
             note_event("first draw")
@@ -133,7 +133,7 @@ def test_the_usual_time_is_the_95th_percentile_once_ten_are_finished(groups, clo
     assert groups.finished == 100
 
 
-def test_a_group_that_fails_is_no_measure_of_the_usual_time(groups, clock):
+def test_a_group_that_fails_is_not_a_measure_of_the_usual_time(groups, clock):
     def fail():
         clock.now += 500.0
         raise ValueError("broken")
@@ -165,5 +165,5 @@ def test_an_item_is_named_in_a_few_words(item, name):
     assert name_of(item) == name
 
 
-def test_a_servers_address_is_told_without_its_password():
+def test_a_servers_address_is_reported_without_its_password():
     assert public_url("http://user:secret@host:9001/v1") == "http://host:9001/v1"

@@ -62,7 +62,7 @@ async def test_during_an_outage_only_one_request_probes():
     async with anyio.create_task_group() as group:
         for _ in range(50):
             group.start_soon(line.post, URL, b"{}", "train")
-    # All fifty found it out once, one went on asking, then each asked once more.
+    # All fifty saw the failure once, one went on asking, then each asked once more.
     assert transport.asked <= 50 + 3 + 50
 
 
@@ -72,7 +72,7 @@ async def test_waiting_has_an_end_that_names_the_server():
         await channel(transport, wait=0.3).post(URL, b"{}", "train")
 
 
-async def test_a_refusal_is_told_at_once_with_the_servers_words():
+async def test_a_refusal_is_reported_at_once_with_the_servers_words():
     transport = Scripted(Response(422, b'{"detail": "unknown field temprature"}'))
     with pytest.raises(InferenceRefused, match="unknown field temprature"):
         await channel(transport).post(URL, b"{}", "train")
@@ -86,7 +86,7 @@ async def test_a_server_error_that_comes_again_is_about_the_request():
     assert transport.asked == 3
 
 
-async def test_a_mistyped_host_is_told_at_once():
+async def test_a_mistyped_host_is_reported_at_once():
     """R33: there is no wait for a name that does not resolve."""
     started = time.monotonic()
     line = ServerChannel(APIServerConfig(base_url="http://no-such-host.invalid:9001/v1"), wait_timeout_seconds=60)

@@ -134,7 +134,7 @@ async def test_the_samples_of_one_prompt_can_be_continued_at_the_same_time(token
     assert {node.sampled_count for node in session.nodes} == {4}
 
 
-async def test_rewritten_history_becomes_a_sequence_of_its_own_and_is_told(tokenizer, caplog):
+async def test_rewritten_history_becomes_a_sequence_of_its_own_and_is_logged(tokenizer, caplog):
     session = make_session(scripted(tokenizer, "First.", "Second."), tokenizer)
     await session.chat_completion(messages=[QUESTION])
     await session.chat_completion(messages=[QUESTION, {"role": "assistant", "content": "Something else"}, QUESTION])
@@ -195,7 +195,7 @@ async def test_truncated_sampling_is_refused_unless_allowed_and_then_marked(toke
     assert params.items() >= field.items()
 
 
-async def test_neutral_sampling_values_are_no_truncation(tokenizer):
+async def test_neutral_sampling_values_are_not_truncation(tokenizer):
     session = make_session(scripted(tokenizer, "7"), tokenizer)
     await session.chat_completion(messages=[QUESTION], top_p=1.0, top_k=-1, min_p=0.0)
     assert session.nodes[0].metadata["generation_params"] == {"temperature": 1.0}

@@ -96,7 +96,7 @@ async def test_a_template_that_trims_answers_does_not_break_a_chat_in_two(tokeni
 
 
 @pytest.mark.parametrize("change", [str.strip, str.upper])
-async def test_a_client_that_changes_an_answer_forks_and_is_told_once_where(tokenizers, caplog, change):
+async def test_a_client_that_changes_an_answer_forks_and_the_place_is_logged_once(tokenizers, caplog, change):
     """Fault (c): history that differs, if only by white space, starts a sequence of its own, with a warning."""
     tokenizer, drift = tokenizers["chatml"], DriftLog()
     for _ in range(3):
@@ -264,7 +264,7 @@ def test_without_vllm_a_name_of_its_parsers_says_so(tokenizers, monkeypatch):
         tool_parser("mistral", tokenizers["qwen"])
 
 
-async def test_a_parser_object_of_somebody_elses_is_used(tokenizers):
+async def test_a_foreign_parser_object_is_used(tokenizers):
     class Shouting:
         def parse(self, text):
             return text.upper(), [{"id": "call_x", "function": {"name": "shout", "arguments": "{}"}}]

@@ -143,7 +143,7 @@ def test_slurm_names_the_servers_behind_the_training_nodes(tmp_path, monkeypatch
         slurm_servers(APIServerConfig(), {**job, "INFER_TP": "two"})
 
 
-def test_an_empty_file_is_no_error(tmp_path):
+def test_an_empty_file_is_not_an_error(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("")
     assert read_command(Env, "serve", ["--config", str(file)]).env.group_size == 2
@@ -212,7 +212,7 @@ async def test_what_fails_after_a_delivery_sends_nothing_twice(tmp_path):
     assert [group.scores for group in sent] == [[7.0, 0.0]]
 
 
-async def test_errors_are_told_with_their_cause_and_end_the_server_when_nothing_else_happens(tmp_path, caplog):
+async def test_errors_are_reported_with_their_cause_and_end_the_server_when_nothing_else_happens(tmp_path, caplog):
     class Broken(Env):
         async def collect_trajectories(self, item):
             raise KeyError("solution")

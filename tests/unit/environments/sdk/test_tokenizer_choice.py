@@ -120,13 +120,13 @@ async def test_one_that_is_named_needs_no_server(tokenizer_folder):
     assert server.asked == []
 
 
-async def test_a_served_tokenizer_that_is_not_here_is_told_with_the_server(tmp_path):
+async def test_a_served_tokenizer_that_is_not_here_is_reported_with_the_server(tmp_path):
     env = env_before(Answers(bridge__info={"boot_id": "b", "model": "/models/there"}))
     with pytest.raises(TokenizerUnavailable, match=r"http://fake/v1 serves /models/there: .*--env\.tokenizer_name"):
         await prepare_tokenizer(env)
 
 
-async def test_servers_of_text_need_none_and_whoever_asks_is_told_the_flag():
+async def test_servers_of_text_need_no_tokenizer_and_a_use_of_it_names_the_flag():
     env = env_before(Answers(), "openai")
     await prepare_tokenizer(env)
     with pytest.raises(TokenizerUnavailable, match=r"--env\.tokenizer_name"):
@@ -158,7 +158,7 @@ async def test_a_server_that_tells_nothing_is_taken_at_its_word_with_a_line(toke
     assert "http://fake reports nothing about its tokenizer" in caplog.text
 
 
-async def test_tokens_that_only_the_models_other_files_add_are_no_difference(tokenizer):
+async def test_tokens_that_only_the_models_other_files_add_are_not_a_difference(tokenizer):
     class Light:
         """A stand-in for `FastTokenizer`, which loads transformers' own tokenizer."""
 

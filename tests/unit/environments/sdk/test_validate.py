@@ -74,7 +74,7 @@ def test_an_environment_without_gold_answers_is_told_what_to_add():
         run_verb(Bare, ["validate"])
 
 
-def test_checking_nothing_is_no_success():
+def test_checking_nothing_is_not_a_success():
     class Empty(ArithmeticEnv):
         def gold_items(self):
             return []

@@ -67,7 +67,7 @@ def test_a_line_that_cannot_be_used_is_named_with_what_it_has(tmp_path: Path, li
         load_questions(path, "train")
 
 
-def test_data_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_data_that_is_not_there_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataUnusable, match="cannot be read"):
         load_questions(tmp_path / "none.jsonl", "train")
     with pytest.raises(DataUnusable, match="cannot be read"):
@@ -96,7 +96,7 @@ def test_a_folders_files_belong_to_the_split_their_names_tell(tmp_path: Path) ->
     assert [item.question for item in fields.evaluation_questions()] == ["c"]
 
 
-def test_a_folder_without_the_split_is_told_with_what_it_has(tmp_path: Path) -> None:
+def test_a_folder_without_the_split_is_reported_with_what_it_has(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", {"question": "a", "answer": "1"})
     with pytest.raises(DataUnusable, match=r"no file is named after the test split .*found train\.jsonl"):
         load_questions(tmp_path, "test")
@@ -152,7 +152,7 @@ def test_a_data_set_that_cannot_be_loaded_names_the_way_without_a_network() -> N
         load_questions("nobody/no-such-set", "train")
 
 
-def test_no_source_at_all_is_told(tmp_path: Path) -> None:
+def test_a_missing_source_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataUnusable, match=r"--env\.data_path or --env\.dataset_name"):
         DataFields().training_questions()
     with pytest.raises(DataUnusable, match=r"--env\.val_data_path"):
@@ -241,7 +241,7 @@ def test_a_split_may_be_named_behind_name_and_configuration(monkeypatch: pytest.
     hub(monkeypatch, train_gen=1, train_sft=60, test_sft=1)
     fields = DataFields(dataset_name="ultrachat::train_sft")
     assert first_of(fields.training_questions()) == "train_sft 0"
-    assert len(fields.evaluation_questions()) == 3, "held out: nothing else is named"
+    assert len(fields.evaluation_questions()) == 3, "held out, since no other split is named"
     with pytest.raises(DataUnusable, match="no split 'en'; it has train_gen, train_sft, test_sft"):
         load_questions("ultrachat:main:en", "train")
     hub(monkeypatch, english=1, french=1)

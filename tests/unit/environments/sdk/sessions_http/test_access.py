@@ -119,7 +119,7 @@ async def test_ids_and_keys_cannot_be_guessed(manager):
     assert all(len(secret) >= 32 for secret in secrets)
     for one, other in combinations(secrets, 2):
         alike = sum(a == b for a, b in zip(one, other, strict=True))
-        assert alike < 10, (one, other)  # of 32 letters out of 64, each alike with a chance of 1 in 64
+        assert alike < 10, (one, other)  # each of its 32 letters, out of 64, is the same with a chance of 1 in 64
 
 
 async def test_a_part_of_a_key_or_id_opens_nothing(manager):
@@ -184,7 +184,7 @@ async def test_what_a_session_cannot_be_opened_with_is_named(owner, make_manager
     await manager.aclose()
 
 
-async def test_a_session_opened_from_outside_ends_when_nobody_uses_it(manager):
+async def test_a_session_opened_from_outside_ends_when_it_is_not_used(manager):
     sessions = ServedSessions(idle_seconds=1.0, most_opened_over_http=2)
     proxy = SessionProxy(manager, asks_for_keys=False, sessions=sessions)
     with served(proxy) as root:

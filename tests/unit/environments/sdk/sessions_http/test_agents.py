@@ -113,7 +113,7 @@ async def test_an_environments_flags_say_how_its_sessions_are_served(unused_port
     await env.aclose()
 
 
-async def test_a_port_that_is_taken_is_told_with_the_flag_that_chooses_another(make_manager, unused_port):
+async def test_a_port_that_is_taken_is_reported_with_the_flag_that_chooses_another(make_manager, unused_port):
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1", local_port=unused_port)
     async with listener:
         manager = make_manager(settings=SessionSettings(port=unused_port))

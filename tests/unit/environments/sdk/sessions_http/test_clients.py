@@ -7,7 +7,7 @@ import pytest
 
 openai = pytest.importorskip("openai")
 
-# What the clients warn of is theirs, and litellm turns a warning that is an error into a failed connection.
+# The clients' warnings are not ours, and litellm turns a warning that is an error into a failed connection.
 pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("ignore")]
 
 USER = {"role": "user", "content": "How many now?"}
@@ -40,7 +40,7 @@ class LiteLlm:
     """A client of litellm, which LangChain, smolagents, the Agents SDK and others may use."""
 
     def __init__(self, session):
-        os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it is fetched from the network
+        os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise it is fetched from the network
         self.errors = self.litellm = pytest.importorskip("litellm")
         self.own = {"model": "openai/small", "api_base": session.get_url(), "api_key": session.api_key}
 

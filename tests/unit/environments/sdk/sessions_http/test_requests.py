@@ -72,7 +72,7 @@ def test_what_a_session_does_not_do_is_refused_by_name(route, name, value):
     assert refused.value.param == name
 
 
-def test_a_mistyped_field_is_told_the_nearest_one():
+def test_the_answer_to_a_mistyped_field_names_the_nearest_one():
     with pytest.raises(RequestRefused, match="did you mean temperature"):
         read_request("chat", {"messages": [USER], "temprature": 1.0})
 
@@ -205,7 +205,7 @@ async def test_logprobs_are_those_of_the_sequence(make_manager, inside):
     assert (told["tokens"], told["text_offset"]) == (["3", "4", "<|end|>"], [0, 1, 2])
 
 
-async def test_logprobs_that_were_not_asked_for_are_not_told(manager, inside):
+async def test_logprobs_that_were_not_requested_are_not_returned(manager, inside):
     async with inside(manager) as (_session, http):
         assert (await post(http, logprobs=False))[1]["choices"][0]["logprobs"] is None
 

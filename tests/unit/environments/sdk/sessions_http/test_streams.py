@@ -128,14 +128,14 @@ async def test_a_streamed_answer_is_recognised_when_it_comes_back(make_manager, 
         assert len(session.nodes) == 1
 
 
-async def test_a_stop_text_is_never_told_nor_its_beginning(make_manager, inside):
+async def test_a_stop_text_and_its_beginning_are_never_sent(make_manager, inside):
     manager = make_manager("one STOP", "one STO")
     async with inside(manager) as (_session, http):
         assert put_together((await stream(http, stop=["STOP"]))[0])[0]["content"] == "one "
         assert put_together((await stream(http, stop=["STOP"]))[0])[0]["content"] == "one STO"
 
 
-async def test_letters_of_several_tokens_are_told_whole(make_manager, inside):
+async def test_letters_of_several_tokens_are_sent_whole(make_manager, inside):
     manager = make_manager("naïve 数字 🙂 end")
     async with inside(manager) as (_session, http):
         chunks, _ = await stream(http)
@@ -156,7 +156,7 @@ async def test_logprobs_come_with_the_pieces(make_manager, inside):
     assert [value for part in told for value in part["text_offset"]] == [0, 1, 2]
 
 
-async def test_the_usage_is_told_after_the_last_piece_where_it_was_asked_for(make_manager, inside):
+async def test_the_usage_is_sent_after_the_last_piece_if_it_was_requested(make_manager, inside):
     manager = make_manager("12", "34")
     async with inside(manager) as (_session, http):
         chunks, _ = await stream(http, stream_options={"include_usage": True})
@@ -175,7 +175,7 @@ async def test_a_text_completion_streams_too(make_manager, inside):
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
 
 
-async def test_a_server_that_streams_nothing_is_told_in_pieces_all_the_same(make_manager, inside):
+async def test_an_answer_that_is_not_streamed_is_sent_in_pieces_too(make_manager, inside):
     manager = make_manager("a text of more than some tokens")
     manager.fake.ours = False
     async with inside(manager) as (_session, http):
