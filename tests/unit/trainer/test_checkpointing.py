@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import torch
 import yaml
 
 from example_trainer import checkpointing
+from example_trainer.checkpoint_model_files import StoredTensors
 from example_trainer.checkpointing import (
     begun_version,
     find_checkpoint,
@@ -26,7 +29,7 @@ from example_trainer.checkpointing import (
     save_checkpoint,
 )
 from example_trainer.config import TrainingConfig
-from example_trainer.errors import CheckpointError, NonfiniteWeights
+from example_trainer.errors import CheckpointError, NonfiniteWeights, PublishFailed
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.lora import AdapterOptions
@@ -34,6 +37,7 @@ from example_trainer.modeling.policy import Policy
 from example_trainer.options.modes import BridgeMode
 from example_trainer.state import TrainerState, random_state
 from example_trainer.testing import make_tiny_model
+from example_trainer.weights.served_model import write_served_checkpoint
 
 
 def make_state(step: int) -> TrainerState:
@@ -81,6 +85,31 @@ def test_a_write_that_breaks_off_leaves_no_checkpoint_behind(
         save(tmp_path, policy, 2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-1"]
     assert (tmp_path / "latest").readlink() == Path("checkpoint-1")
+
+
+@pytest.mark.parametrize("room", [0.5, 1.5])
+def test_a_disk_that_fills_up_in_the_middle_of_a_file_is_one_line(policy: Policy, tmp_path: Path, room: float) -> None:
+    """Safetensors and torch each raise an error of their own for it; the state of Adam is twice the model."""
+    size_bytes = sum(master.numel() * master.element_size() for master in policy.masters.values())
+    save(tmp_path, policy, 1)
+    with files_of_at_most(int(room * size_bytes)):
+        with pytest.raises(CheckpointError, match=r"cannot write .*checkpoint-2: .*[Tt]oo large.*; free the space"):
+            save(tmp_path, policy, 2)
+        if room < 1:
+            with pytest.raises(PublishFailed, match=r"cannot write .*too large.*; free the space"):
+                write_served_checkpoint(policy, tmp_path / "served")
+    assert find_checkpoint("auto", tmp_path) == tmp_path / "checkpoint-1"
+
+
+@contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """Let no file grow beyond this size inside the block: a write behaves as on a full disk."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
 
 
 class Disk:
@@ -155,6 +184,55 @@ def test_latest_follows_and_nothing_is_pruned_unless_asked(policy: Policy, tmp_p
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-10", "checkpoint-11"]
 
 
+def test_a_run_that_went_back_keeps_its_own_checkpoints_and_goes_on_from_them(
+    policy: Policy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of higher steps were counted as the last ones: --keep-last deleted the checkpoint that it had just made."""
+    for step in (3, 6, 9):
+        save(tmp_path, policy, step)
+    own = [save(tmp_path, policy, step, keep_last=2) for step in (4, 5)]
+    assert [path.name for path in list_checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in (4, 5, 6, 9)]
+    with caplog.at_level(logging.WARNING):
+        assert find_checkpoint("auto", tmp_path) == own[-1]
+    assert "checkpoint-5 was written after checkpoint-9, checkpoint-6" in caplog.text
+    truncate(own[-1])
+    assert find_checkpoint("auto", tmp_path) == own[0]
+    assert save(tmp_path, policy, 6, keep_last=2) == find_checkpoint("auto", tmp_path)
+    assert [path.name for path in list_checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in (5, 6, 9)]
+
+
+def test_a_checkpoint_written_just_before_a_kill_is_resumed_though_latest_does_not_point_to_it(
+    policy: Policy, tmp_path: Path
+) -> None:
+    save(tmp_path, policy, 1)
+    newest = save(tmp_path, policy, 2)
+    link = tmp_path / "latest"
+    link.unlink()
+    link.symlink_to("checkpoint-1")
+    before_ns = (newest / "trainer_state.json").stat().st_mtime_ns - 1_000_000
+    os.utime(link, ns=(before_ns, before_ns), follow_symlinks=False)
+    assert find_checkpoint("auto", tmp_path) == newest
+
+
+def test_experts_that_a_checkpoint_stores_one_by_one_come_back(
+    tiny_family: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Transformers computes with all experts of a layer in one tensor, which the checkpoint does not have."""
+    policy = load_policy(PolicyOptions(model_name=str(tiny_family("mixtral")), dtype="float32", device="cpu"))
+    optimizer = stepped_optimizer(policy)
+    path = save_checkpoint(tmp_path, make_state(1), policy, optimizer, random_state())
+    before = {name: master.detach().clone() for name, master in policy.masters.items()}
+    with torch.no_grad():
+        for master in policy.masters.values():
+            master.zero_()
+    restore(path, policy, optimizer)
+    assert all(torch.equal(master, before[name]) for name, master in policy.masters.items())
+    lost = StoredTensors(path)
+    name = next(name for name in lost if ".experts.3." in name)
+    with pytest.raises(CheckpointError, match="lacks 1 trained tensors"):
+        policy.load_masters(policy.by_own_names({key: lost[key] for key in lost if key != name}))
+
+
 def test_a_tokenizer_beside_the_model_is_kept_beside_the_checkpoint(
     policy: Policy, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -165,6 +243,25 @@ def test_a_tokenizer_beside_the_model_is_kept_beside_the_checkpoint(
         (tiny_model / "tokenizer_config.json").unlink()
     assert (path / "tokenizer_config.json").read_text() == "{}"
     assert json.loads((path / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_the_model_s_end_tokens_are_in_each_copy_that_a_server_loads(
+    policy: Policy, tiny_model: Path, tmp_path: Path
+) -> None:
+    """A server of a copy without them went on after an end token that config.json does not name."""
+    own = tiny_model / "generation_config.json"
+    before = own.read_text() if own.exists() else None
+    own.write_text('{"eos_token_id": [5, 6]}')
+    try:
+        copies = [save(tmp_path, policy, 1), write_served_checkpoint(policy, tmp_path / "served")]
+        own.unlink()
+        without = write_served_checkpoint(policy, tmp_path / "without")
+    finally:
+        own.unlink(missing_ok=True)
+        if before is not None:
+            own.write_text(before)
+    assert [json.loads((copy / own.name).read_text())["eos_token_id"] for copy in copies] == [[5, 6]] * 2
+    assert not (without / own.name).exists()
 
 
 def test_resume_auto_takes_the_newest_or_none_and_a_path_must_hold_one(policy: Policy, tmp_path: Path) -> None:
