@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,10 +53,27 @@ def _checksum(path: Path) -> str:
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
+@contextmanager
+def raising_os_errors() -> Iterator[None]:
+    """Raise `OSError` for a write that the disk refuses; safetensors and torch raise errors of their own for it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    except RuntimeError as error:
+        # Torch tells the place in its source; the cause is known if it writes to a file that Python has opened.
+        if isinstance(cause := error.__context__, OSError):
+            raise OSError(*cause.args) from error
+        raise
+
+
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
+GENERATION_FILE = "generation_config.json"
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -66,7 +84,6 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
     CHAT_TEMPLATE_FILE,
-    "generation_config.json",
 )
 
 METHODS = {
@@ -239,8 +256,21 @@ def _copy_tokenizer(policy: Policy, directory: Path) -> None:
         from transformers import AutoTokenizer
 
         AutoTokenizer.from_pretrained(name).save_pretrained(directory)
+    copy_generation_file(name, directory)
     if policy.chat_template is not None:  # transformers prefers this file to a template in tokenizer_config.json
         (directory / CHAT_TEMPLATE_FILE).write_text(policy.chat_template, encoding="utf-8")
+
+
+def copy_generation_file(model_name: str, directory: Path) -> None:
+    """Copy the model's generation_config.json, if it has one: of several end tokens, config.json may name only one."""
+    from transformers.utils import cached_file
+
+    try:
+        source = cached_file(model_name, GENERATION_FILE, local_files_only=True)
+    except OSError:  # there is none
+        return
+    if source is not None:
+        shutil.copyfile(source, directory / GENERATION_FILE)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -20,7 +20,14 @@ from pickle import UnpicklingError  # torch raises it; the only unpickling is to
 from typing import TYPE_CHECKING, Any, Literal
 
 from atropos_api.common.files import move_link, sync_path, write_directory
-from example_trainer.checkpoint_model_files import StoredTensors, damaged_file, file_checksums, model_card, write_model
+from example_trainer.checkpoint_model_files import (
+    StoredTensors,
+    damaged_file,
+    file_checksums,
+    model_card,
+    raising_os_errors,
+    write_model,
+)
 from example_trainer.errors import CheckpointError
 from example_trainer.memory.shapes import local_shape
 from example_trainer.options.modes import MODES
@@ -77,14 +84,14 @@ def save_checkpoint(
     try:
         root.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(root)
-        with write_directory(target, synced=True) as partial:
+        with raising_os_errors(), write_directory(target, synced=True) as partial:
             _write_files(partial, state, policy, tensors)
         move_link(root / LATEST, target.name)
         sync_path(root)
     except OSError as error:
         raise CheckpointError(f"cannot write {target}: {error}; free the space or set --save-path") from error
     if keep_last:
-        _prune(root, keep_last)
+        _prune(root, keep_last, state.step)
     return target
 
 
@@ -99,7 +106,7 @@ def link_as_course(root: Path, *, final: str | None = None) -> None:
 
 
 def find_checkpoint(resume: str | None, root: Path) -> Path | None:
-    """Return the checkpoint for `--resume`: the one at a path, or for `auto` the newest undamaged one under `root`.
+    """Return the checkpoint for `--resume`: the one at a path, or for `auto` the undamaged one written last in `root`.
 
     `auto` returns None if there is no checkpoint. Raises `CheckpointError`, which names the fault, for a path without
     a checkpoint or with a damaged one, and for `auto` if all are damaged: a new start would need batches that the
@@ -126,13 +133,18 @@ def note_begun(config: TrainingConfig, run_id: str, version: int) -> None:
     tokens of a version that neither the broker nor a checkpoint has recorded.
     """
     root = config.checkpoint_root
-    root.mkdir(parents=True, exist_ok=True)
     partial = root / f".{BEGUN_FILE}.part"
     content = {"name": config.name, "run_id": run_id, "version": version}
-    partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    sync_path(partial)
-    partial.rename(root / BEGUN_FILE)
-    sync_path(root)  # else a power failure could bring back the older record, and the version would be used again
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        sync_path(partial)
+        partial.rename(root / BEGUN_FILE)
+        sync_path(root)  # else a power failure could bring back the older record, and the version would be used again
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {root / BEGUN_FILE}: {error}; free the space or set --save-path"
+        ) from error
 
 
 def begun_version(config: TrainingConfig) -> int | None:
@@ -156,7 +168,11 @@ def fault_of(checkpoint: Path) -> str | None:
 def list_checkpoints(root: Path) -> list[Path]:
     """Return the checkpoint directories under `root`, lowest step first, without checking their content."""
     found = [path for path in root.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
+    return sorted(found, key=_step_of)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(PREFIX))
 
 
 def read_state(checkpoint: Path) -> TrainerState:
@@ -219,14 +235,15 @@ def restore(
     import torch
 
     from example_trainer.modeling.loading import refuse_nonfinite
+    from example_trainer.modeling.optimizers import load_state
 
-    tensors = StoredTensors(checkpoint)
+    tensors = policy.by_own_names(StoredTensors(checkpoint))
     refuse_nonfinite(((name, tensors[name]) for name in policy.masters if name in tensors), f"--resume {checkpoint}")
     try:
         saved = torch.load(
             checkpoint / TENSOR_STATE_FILE, map_location="cpu", weights_only=True, mmap=policy.is_sharded
         )
-        optimizer.load_state_dict(_as_held(saved["optimizer"], policy, optimizer))
+        load_state(optimizer, _as_held(saved["optimizer"], policy, optimizer))
     except UnpicklingError as error:
         raise CheckpointError(
             f"{checkpoint / TENSOR_STATE_FILE} holds more than tensors and numbers, which is not executed; take a "
@@ -258,9 +275,33 @@ def remembered(steps_by_version: Mapping[int, int]) -> dict[str, int]:
     return {str(version): steps_by_version[version] for version in newest}
 
 
+def _last_written_first(root: Path) -> list[Path]:
+    """Return the checkpoints, highest step first, but those of a course that a resume has left after all others.
+
+    These have higher steps than the one that `latest` points to, and are older than that link.
+    """
+    found, link = list_checkpoints(root)[::-1], root / LATEST
+    if not link.is_symlink():
+        return found
+    last, written_ns = link.readlink().name, link.lstat().st_mtime_ns
+    beyond = found[: next((at for at, path in enumerate(found) if path.name == last), 0)]
+    left = [path for path in beyond if _written_ns(path) < written_ns]
+    if left:
+        logger.warning(
+            "%s was written after %s, so these are not continued", last, ", ".join(path.name for path in left)
+        )
+    return [*(path for path in found if path not in left), *left]
+
+
+def _written_ns(checkpoint: Path) -> int:
+    """Return the time at which a checkpoint was written: that of its last file, or its folder's if that is missing."""
+    state = checkpoint / STATE_FILE
+    return (state if state.exists() else checkpoint).stat().st_mtime_ns
+
+
 def _newest_whole(root: Path) -> Path | None:
     faults: list[str] = []
-    for path in reversed(list_checkpoints(root)):
+    for path in _last_written_first(root):
         fault = fault_of(path)
         if fault is None:
             return path
@@ -279,7 +320,8 @@ def _write_files(directory: Path, state: TrainerState, policy: Policy, tensors: 
     import torch
 
     write_model(directory, policy)
-    torch.save(tensors, directory / TENSOR_STATE_FILE)
+    with (directory / TENSOR_STATE_FILE).open("wb") as file:
+        torch.save(tensors, file)
     card = model_card(state, policy.tokenizer_name, adapter=policy.has_adapter)
     (directory / CARD_FILE).write_text(card, encoding="utf-8")
     text = json.dumps({**asdict(state), "batch": state.batch, "files": file_checksums(directory)}, indent=2)
@@ -292,7 +334,9 @@ def _remove_leftovers(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _prune(root: Path, keep_last: int) -> None:
-    for path in list_checkpoints(root)[:-keep_last]:
+def _prune(root: Path, keep_last: int, step: int) -> None:
+    """Remove all but the last ones up to `step`; higher ones belong to a course that a resume has left."""
+    reached = [path for path in list_checkpoints(root) if _step_of(path) <= step]
+    for path in reached[:-keep_last]:
         shutil.rmtree(path, ignore_errors=True)
         logger.info("removed %s (--keep-last %d)", path, keep_last)

@@ -183,8 +183,8 @@ def _why_left_out(group: Group, candidate: Candidate, index: int, signal: bool, 
         (not len(candidate.targets), "no_trained_token"),
         (_is_zeroed(group, index), "zeroed"),
         (not signal, "no_signal"),
-        (len(candidate.tokens) > settings.max_tokens, "overlong"),
         (settings.overlong.mask and is_truncated(len(candidate.targets), settings.overlong), "truncated"),
+        (len(candidate.tokens) > settings.max_tokens, "overlong"),  # the last: these may be cut and trained
     )
     return next((cause for holds, cause in causes if holds), None)
 

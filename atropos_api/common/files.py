@@ -61,6 +61,9 @@ def write_directory(directory: Path, *, synced: bool = False) -> Iterator[Path]:
     """
     partial, old = (directory.with_name(f".{directory.name}.{suffix}") for suffix in ("part", "old"))
     shutil.rmtree(partial, ignore_errors=True)
+    if old.exists() and not directory.exists():  # a process was killed between the two renames below
+        old.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
     if synced:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -87,7 +88,10 @@ class ShardedPolicy(Policy):
         result: ResultT = getattr(module, FORWARD_METHOD)(function, *arguments)
         if not torch.is_grad_enabled():
             # A backward frees the gathered weights; without one the next forward would reuse them, even if outdated.
-            module.reshard()
+            # So would a layer that keeps them until its backward (`reshard_after_forward` False).
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
         return result
 
     @contextmanager

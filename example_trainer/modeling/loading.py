@@ -14,7 +14,7 @@ conversion over tensors without data.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,14 @@ import torch
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from example_trainer.errors import AdapterUnavailable, ModelNotFound, NonfiniteWeights, NoSuchDevice, WrongDtype
+from example_trainer.errors import (
+    AdapterUnavailable,
+    CheckpointError,
+    ModelNotFound,
+    NonfiniteWeights,
+    NoSuchDevice,
+    WrongDtype,
+)
 from example_trainer.modeling.activation_offloading import offload_layer_inputs
 from example_trainer.modeling.lora import AdapterOptions, adapter_options
 
@@ -257,6 +264,50 @@ def to_checkpoint_layout(model: Any, tensors: Mapping[str, torch.Tensor]) -> dic
     """Convert the tensors of a state dict to the names and shapes of a checkpoint."""
     converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
     return converted
+
+
+class ModuleTensors(Mapping[str, torch.Tensor]):
+    """The tensors of a checkpoint, also under the names of parameters that it stores in parts, joined on access."""
+
+    def __init__(self, model: Any, stored: Mapping[str, torch.Tensor]) -> None:
+        self._stored = stored
+        self._model = model
+        merged = merged_parameters(model)
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters() if name in merged}
+        self._shapes = {name: shape for name, shape in shapes.items() if self._has_parts(name, shape)}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape = self._shapes.get(name)
+        return self._stored[name] if shape is None else self._joined(name, shape)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from {**dict.fromkeys(self._stored), **self._shapes}
+
+    def __len__(self) -> int:
+        return len(self._stored.keys() | self._shapes.keys())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes or name in self._stored
+
+    def _has_parts(self, name: str, shape: torch.Size) -> bool:
+        parts = to_checkpoint_layout(self._model, {name: torch.empty(shape, device="meta")})
+        complete = sum(part.numel() for part in parts.values()) == shape.numel()
+        return complete and all(part in self._stored for part in parts)
+
+    def _joined(self, name: str, shape: torch.Size) -> torch.Tensor:
+        """Return a parameter: the conversion only moves elements, so that of their numbers tells each one's origin."""
+        numbers = torch.arange(shape.numel()).view(shape)
+        places = to_checkpoint_layout(self._model, {name: numbers})
+        parts = {part: self._stored[part] for part in places}
+        if wrong := next((part for part, place in places.items() if parts[part].shape != place.shape), None):
+            raise CheckpointError(
+                f"the checkpoint's {wrong} has shape {tuple(parts[wrong].shape)}, the model's "
+                f"{tuple(places[wrong].shape)}; resume with the model that it was written with"
+            )
+        joined = torch.empty(shape.numel(), dtype=next(iter(parts.values())).dtype)
+        for part, place in places.items():
+            joined[place.reshape(-1)] = parts[part].reshape(-1)
+        return joined.view(shape)
 
 
 MasterWeights = Literal["fp32", "host", "none"]

@@ -44,6 +44,9 @@ CHUNK_ELEMENTS = 1 << 24
 PIECE_ELEMENTS = 1 << 22
 """Number of weights rounded at one time, which needs about four arrays of that size (64 MiB)."""
 
+GIVEN_SETTINGS = ("weight_decay", "betas", "eps")
+"""Entries of a parameter group that options set; torch stores them with the state and would load them with it."""
+
 _LOW_BITS = 16
 _SEED_BYTES = 4
 """Size of the seed that torch's CPU generator uses."""
@@ -153,7 +156,7 @@ class StochasticRounding(torch.optim.Optimizer):
         return {"inner": self._inner.state_dict(), "rounding_steps": self._steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._inner.load_state_dict(state_dict["inner"])
+        load_state(self._inner, state_dict["inner"])
         self._steps = state_dict["rounding_steps"]
 
 
@@ -286,6 +289,14 @@ def learning_rate(config: TrainingOptions) -> LearningRate:
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a checkpoint's state; decay, betas and epsilon stay those of this run's options, as the rate does."""
+    given = [{name: group[name] for name in GIVEN_SETTINGS if name in group} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, settings in zip(optimizer.param_groups, given, strict=True):
+        group.update(settings)
 
 
 def _decay_groups(parameters: list[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from torch import nn
 from example_trainer.errors import CheckpointError
 from example_trainer.modeling.layer_filter import trained_parameters
 from example_trainer.modeling.loading import (
+    ModuleTensors,
     PolicyOptions,
     Sharding,
     cast_floating,
@@ -297,6 +298,10 @@ class Policy:
         if self._adapter is None:
             raise TypeError("this policy trains full weights; it has no adapter")
         return self._adapter
+
+    def by_own_names(self, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return a checkpoint's tensors under the masters' names, also those masters that it stores in parts."""
+        return stored if self._adapter is not None else ModuleTensors(self.module, stored)
 
     @torch.no_grad()
     def load_masters(self, tensors: Mapping[str, torch.Tensor]) -> None:

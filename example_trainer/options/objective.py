@@ -234,7 +234,10 @@ class ObjectiveOptions(BaseModel):
     def _fill_in_published_form(cls, values: Any) -> Any:
         if not isinstance(values, Mapping) or not isinstance(values.get("loss_type"), str):
             return values
-        return {**PUBLISHED_FORMS.get(values["loss_type"], {}), **values}
+        form = dict(PUBLISHED_FORMS.get(values["loss_type"], {}))
+        if "clip_eps" in form and "clip_eps" in values:
+            form.pop("clip_eps_high")  # a paper's upper side belongs to its lower one, and else follows --clip-eps
+        return {**form, **values}
 
     @field_validator("loss_type")
     @classmethod

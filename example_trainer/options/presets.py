@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.option_flags import flag
 from example_trainer.options.modes import MODES
-from example_trainer.options.objective import SEQUENCE_RATIO_LOSSES
+from example_trainer.options.objective import PUBLISHED_FORMS, SEQUENCE_RATIO_LOSSES
 
 PresetName = Literal[
     "recommended",
@@ -194,6 +194,12 @@ def _under(preset: Preset, given: Mapping[str, Any]) -> dict[str, Any]:
     mode = MODES.get(given.get("weight_bridge_mode", ""))
     if mode is not None and mode.trains_adapter:
         filled |= preset.with_adapters
+    at_sequence_level = given.get("importance_sampling_level") == "sequence"
+    loss_type = given.get("loss_type") or ("gspo" if at_sequence_level else None)
+    if loss_type not in {None, filled.get("loss_type")}:
+        # A loss that is given brings its paper's form, and not half of it beside the preset's.
+        for name in PUBLISHED_FORMS.get(str(loss_type), {}):
+            filled.pop(name, None)
     if {"rollout_batch_size", "train_batch_size"} & {name for name, value in given.items() if value is not None}:
         # Sizes in the course's terms replace all three batch settings of the preset.
         for name in ("batch_size", "gradient_accumulation_steps", "mini_batches"):

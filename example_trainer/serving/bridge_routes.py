@@ -65,6 +65,14 @@ class Reload(BaseModel):
     """The files of the checkpoint, if the server may have to download them because it does not see the path."""
 
 
+def require_awake(state: State) -> None:
+    """Refuse a call that reads or writes weights while these are not in memory: it would end the engine."""
+    state.check_awake()
+
+
+_CHANGES_WEIGHTS = (Depends(require_token), Depends(require_awake))
+
+
 def make_bridge_router() -> APIRouter:
     router = APIRouter(prefix="/bridge", tags=["bridge"], route_class=ProblemRoute)
     _add_reads(router)
@@ -132,9 +140,8 @@ def _add_reads(router: APIRouter) -> None:
 def _add_publish(router: APIRouter) -> None:
     guarded = [Depends(require_token)]
 
-    @router.post("/publish/begin", dependencies=guarded)
+    @router.post("/publish/begin", dependencies=_CHANGES_WEIGHTS)
     async def begin(body: BeginPublish, state: State) -> dict[str, Any]:
-        state.check_awake()
         return await state.fence.begin(**body.model_dump())
 
     @router.post("/publish/renew", dependencies=guarded)
@@ -211,7 +218,7 @@ def make_broadcast_router() -> APIRouter:
     router = APIRouter(prefix="/bridge/broadcast", tags=["bridge"], route_class=ProblemRoute)
     guarded = [Depends(require_token)]
 
-    @router.post("/join", dependencies=guarded)
+    @router.post("/join", dependencies=_CHANGES_WEIGHTS)
     async def join(body: Join, state: State) -> dict[str, Any]:
         if (last := body.rank + state.workers - 1) >= body.world_size:
             raise Problem(
@@ -224,14 +231,14 @@ def make_broadcast_router() -> APIRouter:
         joined = await _exchange(state, "atropos_join_broadcast", body.group_id, *place)
         return {"rank": body.rank, "gpus": [each["gpu"] for each in joined]}
 
-    @router.post("/receive", dependencies=guarded)
+    @router.post("/receive", dependencies=_CHANGES_WEIGHTS)
     async def receive(body: Receive, state: State) -> dict[str, Any]:
         received = await _exchange(state, "atropos_receive_broadcast", body.transfer_id, body.buckets)
         if len(digests := {each["digest"] for each in received}) > 1:
             raise Problem(503, "broadcast-failed", f"the ranks of this server received different weights: {digests}", 1)
         return received[0]
 
-    @router.post("/load", dependencies=guarded)
+    @router.post("/load", dependencies=_CHANGES_WEIGHTS)
     async def load(body: Load, state: State) -> dict[str, Any]:
         state.fence.overwrite(body.publish_id, body.version, LoadedWeights(state))
         return await _call(state, "atropos_load_broadcast")
@@ -336,7 +343,7 @@ def make_lora_router() -> APIRouter:
     async def status(state: State) -> dict[str, Any]:
         return state.adapters.status()
 
-    @router.post("/upload", dependencies=guarded)
+    @router.post("/upload", dependencies=_CHANGES_WEIGHTS)
     async def upload(
         request: Request,
         state: State,
@@ -357,7 +364,7 @@ def make_lora_router() -> APIRouter:
             )
         return answer
 
-    @router.post("/load", dependencies=guarded)
+    @router.post("/load", dependencies=_CHANGES_WEIGHTS)
     async def load(body: LoadAdapter, state: State) -> dict[str, Any]:
         return await state.adapters.load(body.name, body.path, body.version, activate=body.activate)
 
@@ -365,7 +372,7 @@ def make_lora_router() -> APIRouter:
     async def activate(body: NamedAdapter, state: State) -> dict[str, Any]:
         return await state.adapters.activate(body.name)
 
-    @router.post("/check", dependencies=guarded)
+    @router.post("/check", dependencies=_CHANGES_WEIGHTS)
     async def check(body: NamedAdapter, state: State) -> dict[str, Any]:
         return await state.adapters.check(body.name)
 
@@ -381,7 +388,7 @@ def _add_vllm_routes(router: APIRouter) -> None:
     """Add the routes that answer for vLLM's own, in their format."""
     guarded = [Depends(require_token)]
 
-    @router.post("/load_lora_adapter", dependencies=guarded, include_in_schema=False)
+    @router.post("/load_lora_adapter", dependencies=_CHANGES_WEIGHTS, include_in_schema=False)
     async def load_by_path(body: LoadByPath, state: State) -> PlainTextResponse:
         await state.adapters.load(body.lora_name, body.lora_path, None, activate=False)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")

@@ -176,6 +176,11 @@ class ServerConfig(BaseModel):
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits"] = Field(
         "processed_logprobs", description="Which logprobs replies carry; a trainer recomputes the processed ones."
     )
+    generation_config: str = Field(
+        "vllm",
+        description="Sampling defaults of requests to /v1: vllm has none, so that they are sampled from the policy "
+        "itself; auto takes those of the model's generation_config.json, or name a folder with another.",
+    )
     log_format: LogForm = "text"
     uvicorn_log_level: str = Field("warning", description="Log level of the HTTP server.")
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -59,6 +59,15 @@ def complete_characters(tokenizer: Any, tokens: list[int]) -> list[int]:
         if not tokenizer.decode(tokens[max(0, end - _LOOK_BACK) : end]).endswith(_INCOMPLETE):
             return tokens[:end]
     return []
+
+
+def check_prompt(tokens: Sequence[int], vocabulary: int) -> None:
+    """Refuse tokens that the model does not have: a vLLM without a tokenizer accepts them, and its engine ends."""
+    from vllm.exceptions import VLLMValidationError
+
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            raise VLLMValidationError(f"prompt: token id {token} is out of vocabulary, which has {vocabulary} tokens")
 
 
 def check_sampling(params: Any, vocabulary: int) -> None:
@@ -298,6 +307,8 @@ class EngineAdapter:
                 raise VLLMValidationError(
                     f"the request has a value that is neither text nor number: {error}"
                 ) from error
+            if self.async_llm.tokenizer is None:
+                check_prompt(request.prompt_token_ids or [], vocabulary)
             if request.sampling_params is not None:
                 check_sampling(request.sampling_params, vocabulary)
             adapter = request.lora_request

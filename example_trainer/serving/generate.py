@@ -217,7 +217,7 @@ class GenerateHandler:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             request = self._parser.parse(await read_body(receive))
-            prompt = await self._tokens_of(request.prompt)
+            prompt = await self._tokens_of(request)
             params = sampling_params(request)
             self._adapters.named(request.model)
             await self._gate.enter(partial(self._check, scope["headers"]))
@@ -314,13 +314,18 @@ class GenerateHandler:
         now = self._fence.publishes_keeping_kv
         return now == exchange.publishes_keeping_kv if now else None
 
-    async def _tokens_of(self, prompt: str | list[int] | TokenPrompt) -> list[int]:
+    async def _tokens_of(self, request: GenerateRequest) -> list[int]:
+        """Return the prompt's tokens; refuse text of any kind if there is no tokenizer."""
+        prompt = request.prompt
+        if self._tokenizer is None and (request.stop or isinstance(prompt, str)):
+            instead = 'prompt: this server has no tokenizer; send {"prompt_token_ids": [...]}'
+            if not isinstance(prompt, str):
+                instead = "stop: this server has no tokenizer; send stop_token_ids"
+            raise Problem(422, "bad-request", instead)
         if isinstance(prompt, TokenPrompt):
             return prompt.prompt_token_ids
         if isinstance(prompt, list):
             return prompt
-        if self._tokenizer is None:
-            raise Problem(422, "bad-request", 'prompt: this server has no tokenizer; send {"prompt_token_ids": [...]}')
         most = self._engine.most_characters
         if len(prompt) > most:  # 10 MB would take 17 s to tokenise and be refused anyway
             detail = f"prompt: {len(prompt)} characters are more than the {most} that the context can hold"

@@ -103,9 +103,7 @@ class Replies:
         if request.wants_text:
             answer["text"] = [self.text(request, output) for output in outputs]
         if not request.compact:
-            answer["prompt"] = (
-                request.prompt if isinstance(request.prompt, str) else self._tokenizer.decode(prompt_token_ids)
-            )
+            answer["prompt"] = self._prompt_text(request.prompt, prompt_token_ids)
         if exact is not None:
             answer["exact_versions"] = exact
         return orjson.dumps(answer)
@@ -134,6 +132,12 @@ class Replies:
                 body["exact_versions"] = exact
             body["boot_id"] = self._boot_id
         return b"data: " + orjson.dumps(body) + b"\n\n"
+
+    def _prompt_text(self, prompt: Any, prompt_token_ids: list[int]) -> str | None:
+        """Return the prompt as text; None if it came as tokens and the server has no tokenizer."""
+        if isinstance(prompt, str):
+            return prompt
+        return None if self._tokenizer is None else str(self._tokenizer.decode(prompt_token_ids))
 
     def text(self, request: Any, output: Any) -> str:
         """Return vLLM's text if it made one (stop strings are cut off there), else the tokens decoded at once."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.files import move_link, sync_path, write_directory
-from example_trainer.checkpoint_model_files import write_merged_model
+from example_trainer.checkpoint_model_files import raising_os_errors, write_merged_model
 from example_trainer.checkpointing import LATEST, PREFIX
 from example_trainer.errors import CheckpointError
 from example_trainer.launcher.run_dir import require_writable
@@ -71,7 +71,7 @@ def finish_model(directory: Path, policy: Policy, *, step: int, merges: bool) ->
             return final
         if not merges:
             return None
-        with write_directory(final, synced=True) as partial:
+        with raising_os_errors(), write_directory(final, synced=True) as partial:
             write_merged_model(partial, policy)
         sync_path(directory)
         return final

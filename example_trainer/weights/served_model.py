@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from atropos_api.common.files import move_link, write_directory
+from example_trainer.checkpoint_model_files import copy_generation_file, raising_os_errors
 from example_trainer.errors import CannotSwap, PublishFailed
 from example_trainer.memory.preflight import cache_on_shared_gpu
 from example_trainer.model import load_policy
@@ -148,11 +149,12 @@ def _write(
         unlink_served(directory.parent, directory)
         shutil.rmtree(directory, ignore_errors=True)
         # A resumed run believes the record, also after a power cut.
-        with write_directory(directory, synced=record is not None) as partial:
+        with raising_os_errors(), write_directory(directory, synced=record is not None) as partial:
             _check_space(partial, needed_bytes)
             save_torch_state_dict(dict(tensors), partial)
             config = policy.hf_config.to_dict() | {"dtype": name_of(policy.dtype)}
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            copy_generation_file(policy.tokenizer_name, partial)
             if record is not None:
                 record.write(partial)
     except OSError as error:

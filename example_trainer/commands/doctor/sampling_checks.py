@@ -175,11 +175,14 @@ def check_defaults(requested: RequestedRun) -> Iterator[Finding]:
         for name, value in _changing(own):
             text = f"vllm.override_generation_config sets {name} {value} for requests to /v1 that do not name it"
             yield warning("sampling", text, "leave it out: such a request is not sampled from the trained policy")
+    if requested.model is None or (requested.server is not None and requested.server.generation_config != "auto"):
         return
-    if requested.model is not None:
-        for name, value in _changing(requested.model.generation_config):
-            text = f"generation_config.json sets {name} {value}; a stock vLLM applies it where a request names none"
-            yield warning("sampling", text, "start the servers elsewhere with --generation-config vllm")
+    who, advice = "a stock vLLM", "start the servers elsewhere with --generation-config vllm"
+    if requested.server is not None:
+        who, advice = "vllm.generation_config auto", "leave it out"
+    for name, value in _changing(requested.model.generation_config):
+        text = f"generation_config.json sets {name} {value}; {who} applies it where a request names none"
+        yield warning("sampling", text, advice)
 
 
 def _changing(defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -201,6 +201,9 @@ def test_defaults_that_the_server_would_apply_to_plain_requests_are_found(harnes
 def test_defaults_of_the_model_are_found_where_the_servers_are_not_ours(harness: DoctorHarness) -> None:
     harness.edit("generation_config.json", top_p=0.8)
     assert harness.find() == [], "our own server does not apply them"
+    harness.sections["vllm"]["generation_config"] = "auto"
+    harness.find_one("sampling", "vllm.generation_config auto applies it", verdict="warning")
+    del harness.sections["vllm"]["generation_config"]
     harness.sections["trainer"] |= {
         "weight_bridge_mode": "lora_only",
         "num_inference_nodes": 1,

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from atropos_api.common.files import FileInTheWay, OutputFile, free_path, replace_whole, write_whole
+from atropos_api.common.files import FileInTheWay, OutputFile, free_path, replace_whole, write_directory, write_whole
 
 
 def names(folder):
@@ -106,3 +106,18 @@ def test_a_name_that_is_taken_is_numbered(tmp_path):
         (tmp_path / name).touch()
     assert free_path(tmp_path / "a.html").name == "a_2.html"
     assert free_path(tmp_path / "b.html").name == "b.html"
+
+
+@pytest.mark.parametrize("renamed", [True, False])
+def test_a_directory_is_written_anew_after_a_kill_between_or_after_its_renames(tmp_path, renamed):
+    made, old = tmp_path / "made", tmp_path / ".made.old"
+    for directory in (made, old) if renamed else (old,):
+        directory.mkdir()
+        (directory / "file").write_text(directory.name)
+    with pytest.raises(OSError, match="full"), write_directory(made):
+        raise OSError("full")
+    assert (made / "file").read_text() == ("made" if renamed else ".made.old")
+    with write_directory(made) as partial:
+        (partial / "file").write_text("new")
+    assert (made / "file").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]

@@ -46,7 +46,8 @@ def make_learner(model: Path, ranks: Ranks, options: PolicyOptions, settings: di
     config = make_config(model, settings)
     torch.manual_seed(0)
     size = ranks.world_size // ranks.data.world_size
-    spread = Sharding(tensor_parallel_size=size) if options.adapter is None and ranks.world_size > 1 else None
+    spread = replace(options.sharding or Sharding(), tensor_parallel_size=size)
+    spread = spread if options.adapter is None and ranks.world_size > 1 else None
     policy = load_policy(replace(options, model_name=str(model), sharding=spread))
     optimizer = make_optimizer(policy.masters.values(), optimizer_settings(config))
     objective, layout = make_objective(config, policy), choose_layout(policy)
@@ -115,6 +116,11 @@ CASES: dict[str, Case] = {
     "the std of the whole batch": Case(world_size=4, settings={"advantage_norm": "batch"}),
     "a mask by a moment over the batch": Case(settings={"loss_type": "m2po", "m2_threshold": 1e-3}, batches=3),
     "a reference policy": Case(settings={"kl_coef": 0.1, "epochs_per_batch": 2}),
+    "a reference policy, layers gathered until the backward": Case(
+        options=replace(CPU, sharding=Sharding(reshard_after_forward=False)),
+        settings={"kl_coef": 0.1, "epochs_per_batch": 2, "ref_update_interval": 2},
+        batches=3,
+    ),
     "a reference that is swapped": Case(settings={"kl_coef": 0.1, "ref_update_interval": 1}, batches=3),
     "the default optimizer": Case(settings={"optimizer": "adamw_8bit"}, batches=2),
     "adafactor": Case(

@@ -18,6 +18,7 @@ from example_trainer.modeling.optimizers import (
     OptimizerSettings,
     StochasticRounding,
     learning_rate,
+    load_state,
     make_optimizer,
     optimizer_settings,
     round_stochastically,
@@ -103,6 +104,24 @@ def test_matrices_decay_while_norms_and_biases_do_not(name: Any) -> None:
     optimizer.step()
     torch.testing.assert_close(matrix.detach(), torch.full_like(matrix, 0.95))
     assert torch.equal(norm, torch.ones(64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resumed_run_steps_with_the_decay_and_epsilon_of_its_own_options(name: Any, dtype: torch.dtype) -> None:
+    """Torch stores them beside the state, and a resume went on with those of the run before."""
+
+    def make(**settings: Any) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+        parameter = torch.nn.Parameter(torch.ones(64, 64, dtype=dtype))
+        parameter.grad = torch.ones_like(parameter)
+        return parameter, make_optimizer([parameter], OptimizerSettings(name=name, lr=0.1, **settings))
+
+    _, before = make(weight_decay=0.0)
+    matrix, resumed = make(weight_decay=0.5, eps=1.0)
+    load_state(resumed, deepcopy(before.state_dict()))
+    resumed.step()
+    step = 0.1 if name == "adafactor" else 0.05  # a gradient of 1 over its own size, in Adam plus epsilon
+    torch.testing.assert_close(matrix.float().mean(), torch.tensor(0.95 - step), atol=2e-3, rtol=0)
 
 
 def test_a_missing_bitsandbytes_is_an_error_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,16 @@ def test_what_is_said_wins_over_the_form_of_a_paper() -> None:
     assert TrainingConfig.model_validate(config.model_dump()) == config
 
 
+@pytest.mark.parametrize("loss_type", ["gspo", "luspo", "gmpo", "dppo"])
+def test_a_clip_that_is_given_alone_holds_for_both_sides_where_the_paper_sets_both(loss_type: str) -> None:
+    """DPPO masked rising tokens at 0.15 whatever --clip-eps said, and GSPO with TRL's 0.2 clipped them at 1.0004."""
+    loss = loss_settings(from_flags("--loss-type", loss_type, "--clip-eps", "0.2"))
+    assert (loss.clip_eps_low, loss.clip_eps_high) == (0.2, 0.2)
+    loss = loss_settings(from_flags("--loss-type", loss_type, "--clip-eps", "0.2", "--clip-eps-high", "0.3"))
+    assert (loss.clip_eps_low, loss.clip_eps_high) == (0.2, 0.3)
+    assert loss_settings(from_flags("--loss-type", "dapo", "--clip-eps", "0.1")).clip_eps_high == 0.28
+
+
 def test_dr_grpos_constant_is_the_longest_answer_where_that_is_known() -> None:
     assert make(loss_type="dr_grpo", seq_len=100).aggregation_length == 100
     assert make(loss_type="dr_grpo", seq_len=100, max_response_tokens=40).aggregation_length == 40

@@ -67,6 +67,16 @@ def test_a_loss_brings_its_paper_s_form_under_a_preset_as_well() -> None:
     assert parse("--preset", "dapo").clip_eps_high == 0.28
 
 
+@pytest.mark.parametrize("loss", [("--loss-type", "gspo"), ("--importance-sampling-level", "sequence")])
+def test_a_loss_that_is_given_brings_its_paper_s_form_over_that_of_a_preset_for_another(loss: tuple[str, str]) -> None:
+    """The preset's upper clip of 0.28 stood beside GSPO's lower one of 3e-4."""
+    config = parse("--preset", "recommended", *loss)
+    assert (config.loss_type, config.clip_eps, config.clip_eps_high) == ("gspo", 3e-4, 4e-4)
+    assert (config.loss_aggregation, config.advantage_norm, config.lr) == ("sequence", "none", 1e-6)
+    config = parse("--preset", "recommended", *loss, "--clip-eps-high", "0.3", "--loss-aggregation", "token")
+    assert (config.clip_eps, config.clip_eps_high, config.loss_aggregation) == (3e-4, 0.3, "token")
+
+
 def test_r19_the_seed_s_preset_switches_what_its_tables_leave_open_and_nothing_else() -> None:
     plain, seed = parse().model_dump(), parse("--preset", "seed").model_dump()
     changed = {name for name, value in seed.items() if value != plain[name]}

@@ -102,6 +102,12 @@ def test_logprobs_are_processed_ones_unless_asked():
     assert after(vllm_arguments(config(), [], on_cpu=True), "--logprobs-mode") == "processed_logprobs"
 
 
+def test_requests_that_name_no_sampling_are_sampled_from_the_policy_unless_asked_otherwise():
+    """VLLM itself applies a model's generation_config.json under /v1, top_p, top_k and penalties among it."""
+    assert after(vllm_arguments(config(), [], on_cpu=True), "--generation-config") == "vllm"
+    assert after(vllm_arguments(config(generation_config="auto"), [], on_cpu=True), "--generation-config") == "auto"
+
+
 def test_our_own_options_are_not_vllms():
     told = vllm_arguments(config(share_weights=True, bridge_token="t", allowed_hosts=["h"]), [], on_cpu=True)
     assert not {"--share-weights", "--bridge-token", "--allowed-hosts"} & set(told)

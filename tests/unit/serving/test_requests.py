@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
-from example_trainer.serving.generate import RequestParser, TokenPrompt, sampling_params
+from example_trainer.serving.engine import EngineAdapter
+from example_trainer.serving.generate import GenerateHandler, RequestParser, TokenPrompt, sampling_params
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.responses import Replies, all_finite, all_logprobs, chosen_logprobs, version_spans
 
@@ -96,6 +97,54 @@ def test_inexact_versions_are_said_only_when_there_is_something_to_say():
     request = parse(prompt=[1], compact=True, logprobs=None)
     assert "exact_versions" not in orjson.loads(replies.whole(request, [1], final, None))
     assert orjson.loads(replies.whole(request, [1], final, False))["exact_versions"] is False
+
+
+def test_without_a_tokenizer_an_answer_has_no_text_of_its_prompt():
+    replies = Replies(boot_id="b", tokenizer=None)
+    answer = orjson.loads(replies.whole(parse(prompt=[1]), [1], SimpleNamespace(outputs=[output([2])]), None))
+    assert (answer["token_ids"], answer["prompt"]) == ([[2]], None)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("body", "said"), [({"prompt": "a"}, "prompt"), ({"prompt": [5], "stop": "a"}, "stop")])
+async def test_without_a_tokenizer_text_is_refused_where_it_would_be_ignored(body, said):
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": json.dumps(body).encode()}
+
+    async def send(message):
+        sent.append(message)
+
+    handler = GenerateHandler(*[None] * 6)
+    await handler({"type": "http", "headers": []}, receive, send)
+    assert sent[0]["status"] == 422
+    assert orjson.loads(sent[1]["body"])["detail"].startswith(f"{said}: this server has no tokenizer")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in vLLM's imports
+@pytest.mark.parametrize(("prompt", "refused"), [([5, 300], "300"), ([-3], "-3"), ([0, 299], None)])
+def test_without_a_tokenizer_tokens_that_the_model_lacks_are_refused_before_they_end_the_engine(prompt, refused):
+    """VLLM compares tokens with the vocabulary in its tokenizer's code only."""
+    request = SimpleNamespace(prompt_token_ids=prompt, sampling_params=None, lora_request=None)
+    processor = SimpleNamespace(process_inputs=lambda: request)
+    core = SimpleNamespace(add_request_async=None)
+    config = SimpleNamespace(get_vocab_size=lambda: 300)
+    EngineAdapter(
+        SimpleNamespace(
+            input_processor=processor,
+            engine_core=core,
+            model_config=config,
+            tokenizer=None,
+            _add_request=None,
+            generate=None,
+        )
+    )
+    if refused is None:
+        assert processor.process_inputs() is request
+        return
+    with pytest.raises(Exception, match=f"token id {refused} is out of vocabulary"):
+        processor.process_inputs()
 
 
 def test_problems_are_problem_json_with_retry_after():

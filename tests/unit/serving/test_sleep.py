@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import httpx
 import pytest
+from fastapi import FastAPI
 
+from example_trainer.serving.bridge_routes import make_bridge_router, make_broadcast_router, make_lora_router
 from example_trainer.serving.config import ServerConfig
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.state import ServerState
@@ -37,7 +40,7 @@ def state(fence, gate):
     return ServerState(
         config=config,
         boot_id="boot",
-        bridge_token="",
+        bridge_token="t",
         hostname="h",
         vllm_version="0",
         engine=engine,
@@ -59,6 +62,43 @@ async def test_a_sleeping_server_is_paused_and_refuses_new_weights_until_it_wake
     state.check_awake()
     assert (state.sleeping, engine.paused, state.fence.paused) == (False, False, False)
     assert state.engine.async_llm.asked == [("sleep", 1, "abort"), "wake_up"]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in vLLM's imports
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/bridge/publish/begin",
+        "/bridge/broadcast/join",
+        "/bridge/broadcast/receive",
+        "/bridge/broadcast/load",
+        "/lora/upload?version=1",
+        "/lora/load",
+        "/lora/check",
+        "/lora/load_lora_adapter",
+    ],
+)
+async def test_no_route_that_touches_weights_reaches_the_engine_of_a_sleeping_server(state, path):
+    """Its memory is unmapped: an adapter that was sent then, or a broadcast, would have ended the engine."""
+    app = FastAPI()
+    app.state.atropos = state
+    for make in (make_bridge_router, make_broadcast_router, make_lora_router):
+        app.include_router(make())
+    await state.sleep(1)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        answer = await client.post(path, json=BODIES.get(path, {}), headers={"Authorization": "Bearer t"})
+    assert (answer.status_code, answer.json()["type"]) == (409, "urn:atropos:problem:asleep")
+
+
+BODIES = {
+    "/bridge/broadcast/join": {"address": "h", "port": 1, "rank": 1, "world_size": 2, "group_id": "g"},
+    "/bridge/broadcast/receive": {"buckets": [], "transfer_id": "t"},
+    "/bridge/broadcast/load": {"publish_id": "p", "version": 1},
+    "/lora/load": {"name": "n", "path": "p"},
+    "/lora/check": {"name": "n"},
+    "/lora/load_lora_adapter": {"lora_name": "n", "lora_path": "p"},
+}
 
 
 async def test_a_server_that_cannot_fall_asleep_goes_on_serving(state, engine):

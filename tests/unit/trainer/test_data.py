@@ -232,6 +232,18 @@ def test_p3_a_masked_cut_off_answer_keeps_its_place_in_the_baseline_and_leaves_f
     assert len(batch.rows) == 2
 
 
+def test_a_cut_off_answer_that_is_masked_is_not_trained_where_longer_sequences_are_cut() -> None:
+    settings = DataSettings(
+        max_tokens=4,
+        cuts_overlong=True,
+        advantages=AdvantageSettings(norm="none"),
+        overlong=OverlongSettings(limit=4, mask=True),
+    )
+    batch = prepare(answers(1, 4, scores=(1.0, 0.0)), settings=settings)
+    assert (batch.counts["truncated"], batch.counts["overlong"]) == (1, 0)
+    assert batch.targets.advantages.tolist() == [0.5]
+
+
 def test_reference_logprobs_of_the_environment_are_taken_where_it_sends_them() -> None:
     given = [[0.0, 0.0, -1.5, -2.5], []]
     targets = prepare(group(ref_logprobs=given)).targets
