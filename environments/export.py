@@ -32,6 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from atropos_api.common.cliconfig import ConfigError, load_config, run_cli
 from atropos_api.common.files import OutputFile
 from atropos_api.common.secrets import SECRET, TokenSource
+from atropos_api.wire.groups import ABSENT
 from environments.sdk.group_files import GroupsUnreadable, groups_from_broker, read_groups, render, trained_text
 
 
@@ -82,8 +83,8 @@ Lines = Callable[[Mapping[str, Any], OptionsT, Any], Iterator[dict[str, Any]]]
 def sft_lines(group: Mapping[str, Any], options: SftOptions, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """Yield the best rollouts of a group: prefix and completion, or messages, with their score."""
     scores = group["scores"]
-    worst = min(scores)
-    ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
+    ranked = sorted(_rollouts(group), key=lambda index: -scores[index])
+    worst = min((scores[index] for index in ranked), default=0.0)
     chosen = [
         index
         for index in ranked
@@ -102,7 +103,7 @@ def dpo_lines(group: Mapping[str, Any], options: DpoOptions, tokenizer: Any) -> 
     """Yield pairs with the same prompt, each rollout in at most one pair: the best paired with the worst first."""
     scores = group["scores"]
     prompts = [tuple(_prompt(group, index)) for index in range(len(scores))]
-    left = sorted(range(len(scores)), key=lambda index: -scores[index])
+    left = sorted(_rollouts(group), key=lambda index: -scores[index])
     for _ in range(options.save_n_pairs_per_group):
         pair = _widest_pair(left, scores, prompts, options)
         if pair is None:
@@ -110,6 +111,13 @@ def dpo_lines(group: Mapping[str, Any], options: DpoOptions, tokenizer: Any) -> 
         better, worse = pair
         left = [index for index in left if index not in pair]
         yield _pair_line(group, better, worse, tokenizer)
+
+
+def _rollouts(group: Mapping[str, Any]) -> list[int]:
+    """Return the indices of a group's rollouts, without the rows that stand for absent ones."""
+    overrides = group.get("overrides") or []
+    absent = {index for index, override in enumerate(overrides) if (override or {}).get(ABSENT)}
+    return [index for index in range(len(group["scores"])) if index not in absent]
 
 
 def export(options: OptionsT, output: OutputFile, lines: Lines[OptionsT]) -> int:

@@ -21,6 +21,10 @@ LEGACY_QUIET_SECONDS = 10.0
 """Silence after which a legacy environment has gone: it polls ten times a second, or every 5 s before it runs."""
 
 
+MOST_FORMER_RUNS = 8
+"""Earlier runs of which an environment's items are kept."""
+
+
 class Environments:
     """The registered environments; each change is recorded in the ledger before it takes effect."""
 
@@ -66,6 +70,7 @@ class Environments:
             registered_at=now,
             seen_at=now,
             items=known.items if known else None,
+            former_items=known.former_items if known else (),
             outcomes=known.outcomes if known else OutcomesRow(),
         )
         self._keep(row)
@@ -109,9 +114,13 @@ class Environments:
             row.connected, row.run_id = True, part_of
 
     def keep_items(self, row: EnvironmentRow, items: ItemsRow) -> None:
-        """Record an environment's items."""
-        self._ledger.put_environment(msgspec.structs.replace(row, items=items))
-        row.items = items
+        """Record an environment's items; if they are of another run than those before, these are kept as well."""
+        former = row.former_items
+        if row.items is not None and row.items.run_id != items.run_id:
+            others = (one for one in (*former, row.items) if one.run_id != items.run_id)
+            former = tuple(others)[-MOST_FORMER_RUNS:]
+        self._ledger.put_environment(msgspec.structs.replace(row, items=items, former_items=former))
+        row.items, row.former_items = items, former
 
     def count_outcome(self, outcome: str, groups: Iterable[GroupRow], *, sign: int = 1) -> None:
         """Count groups that are trained or dropped, by environment and run; the caller provides the transaction.

@@ -48,14 +48,17 @@ class Items:
         return ItemLease(run_id=run_id, items=list(changed.answer))
 
     def _items_of(self, row: EnvironmentRow, run_id: str, process: str) -> ItemsRow:
-        """Return the environment's items in this run, with all leases ended that another process held."""
-        items = row.items
-        if items is None or items.run_id != run_id:
+        """Return the environment's items in this run, with all leases ended that another process held, or this one
+        before another run came in between.
+        """
+        known = (row.items, *row.former_items)
+        items = next((one for one in known if one is not None and one.run_id == run_id), None)
+        if items is None:
             return ItemsRow(run_id=run_id, process=process)
-        if items.process == process:
+        if items is row.items and items.process == process:
             return items
         if items.leased:
-            logger.info("%s: %d items of an ended process are leased again", row.display_name, len(items.leased))
+            logger.info("%s: %d items that were not finished are leased again", row.display_name, len(items.leased))
         returned = tuple(sorted({*items.returned, *items.leased}))
         return msgspec.structs.replace(items, process=process, call=0, answer=(), leased=(), returned=returned)
 

@@ -165,6 +165,8 @@ class Pacer:
             policy_held_seconds=self._holds.seconds(run) if run else 0.0,
             policy_name=run.policy_name if run else None,
             paused_because=obstacle,
+            run_id=run.run_id if run else None,
+            epoch=run.epoch if run else None,
         )
 
     def environment_info(self, row: EnvironmentRow) -> EnvironmentInfo:

@@ -18,7 +18,7 @@ from atropos_api.broker.recent_batches import RecentBatch, RecentBatches
 from atropos_api.broker.state import State
 from atropos_api.errors import StoreDamaged, UnknownRollout
 from atropos_api.page.documents import GroupList, GroupSummary
-from atropos_api.page.rollouts import Order, in_order, read_rewards
+from atropos_api.page.rollouts import Only, Order, fits, in_order, read_line, remarks_of
 from atropos_api.store.base import LOST, GroupRow
 from atropos_api.wire.reports import GroupValues, TokenReport
 
@@ -124,24 +124,25 @@ class Rollouts:
 
 def summarise(rollout: Rollout) -> GroupSummary:
     """Return the line of one group in a list; it reads a part of the body, so large lists belong in a thread."""
-    rewards = read_rewards(rollout.body, rollout.row.form)
+    line = read_line(rollout.body, rollout.row.form)
     return GroupSummary(
         batch=rollout.batch,
         group=rollout.group,
         environment_id=rollout.row.env_id,
         environment=rollout.environment,
-        rewards=rewards,
+        rewards=line.scores,
         tokens=rollout.row.token_count,
         oldest_version=rollout.row.oldest_version,
         arrived_at=rollout.row.arrived_at,
-        equal_rewards=len(set(rewards)) <= 1,
+        equal_rewards=len(set(line.scores)) <= 1,
         has_values=bool(rollout.reports),
+        remarks=remarks_of(line.overrides),
     )
 
 
-def list_groups(run_id: str, rollouts: list[Rollout], order: Order, limit: int) -> GroupList:
-    """Return the first `limit` groups in this order."""
-    summaries = in_order([summarise(one) for one in rollouts], order)
+def list_groups(run_id: str, rollouts: list[Rollout], order: Order, only: Only, limit: int) -> GroupList:
+    """Return the first `limit` of the groups that fit `only`, in this order."""
+    summaries = in_order([one for one in map(summarise, rollouts) if fits(one, only)], order)
     return GroupList(run_id=run_id, total=len(summaries), groups=summaries[:limit])
 
 

@@ -17,7 +17,9 @@ STYLE_FILE: Final = Path(__file__).with_name("html_pages.css")
 
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
 
-HIDDEN: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+HIDDEN: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+)
 
 
 def make_page(title: str, body: str, *, style: str = "", refresh_seconds: int | None = None) -> str:
@@ -38,7 +40,9 @@ def as_html(text: object) -> str:
 
 
 def visible(text: object) -> str:
-    """Return text in which control characters and those that change its direction are shown as their numbers."""
+    """Return text in which control characters, those that change its direction, and halves of surrogate pairs stand as
+    their numbers.
+    """
     return HIDDEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", str(text))
 
 

@@ -1,7 +1,8 @@
 """Answers sent piece by piece, answers whose arrival is confirmed, and long polls.
 
-`ChunkedResponse` sends pieces as they are stored; `ConfirmedResponse` also reports if they arrived. `LongPoll` waits
-for a caller no longer than it asked for, than it stays connected, and than the broker runs.
+`ChunkedResponse` sends pieces as they are stored; `ConfirmedResponse` also reports if they arrived. `ReadOut` keeps a
+closing connection from losing an answer. `LongPoll` waits for a caller no longer than it asked for, than it stays
+connected, and than the broker runs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from fastapi import Request, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atropos_api.common.concurrency import Notifier
 from atropos_api.http.connection_limits import GuardedProtocol
@@ -150,6 +151,48 @@ def was_written(transport: asyncio.Transport) -> bool:
         return transport.get_write_buffer_size() == 0
     protocol = transport.get_protocol()
     return isinstance(protocol, GuardedProtocol) and not protocol.unwritten
+
+
+class ReadOut:
+    """ASGI middleware: where the connection closes after the answer, it reads the rest of the request's body first.
+
+    A system that closes a connection with unread input resets it, and the peer may then lose the answer.
+    """
+
+    def __init__(self, app: ASGIApp, most_bytes: int) -> None:
+        self._app = app
+        self._most_bytes = most_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _is_read_out(scope):
+            await self._app(scope, receive, send)
+            return
+        is_unread = True
+
+        async def receive_part() -> Message:
+            nonlocal is_unread
+            message = await receive()
+            is_unread = message.get("more_body", False)
+            return message
+
+        async def send_part(message: Message) -> None:
+            is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if is_last and is_unread:
+                await send({**message, "more_body": True})
+                size = 0
+                while is_unread and size <= self._most_bytes:
+                    size += len((await receive_part()).get("body", b""))
+                message = {"type": "http.response.body", "body": b"", "more_body": False}
+            await send(message)
+
+        await self._app(scope, receive_part, send_part)
+
+
+def _is_read_out(scope: Scope) -> bool:
+    """Return True if the connection closes after the answer, and its peer sends a body without being asked to."""
+    headers = dict(scope["headers"])
+    closes = scope["http_version"] == "1.0" or b"close" in headers.get(b"connection", b"").lower()
+    return closes and b"expect" not in headers
 
 
 class LongPoll:

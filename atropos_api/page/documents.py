@@ -79,10 +79,12 @@ class GroupSummary(msgspec.Struct, kw_only=True):
     """True if all rewards are equal, so that nothing is learned from it."""
     has_values: bool
     """True if the trainer reported its own values of these tokens."""
+    remarks: dict[str, int] = {}
+    """Numbers of its sequences with each remark in their overrides, such as `absent`, `length` or an error."""
 
 
 class GroupList(msgspec.Struct, kw_only=True):
-    """Groups that can be shown, and how many there are without the limit."""
+    """Groups that can be shown and fit the request, and how many there are without the limit."""
 
     run_id: str
     total: int

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Final, Literal
 
 import msgspec
@@ -30,25 +32,56 @@ LARGE_FIELDS: Final = frozenset(
 Fields = Mapping[str, Any]
 
 Order = Literal["newest", "lowest-reward", "highest-reward", "widest-reward"]
+Only = Literal["all", "equal", "mixed", "failed", "remarked"]
+"""Choice of groups: those with equal rewards or different ones, with a reward of 0 or less, or with a remark."""
+
+REMARK_TEXTS: Final = ("finish_reason", "error")
+"""Overrides whose text is a remark; others are one, by their name, if they are true."""
+USUAL_END: Final = "stop"
+MOST_REMARKS: Final = 20
+LONGEST_REMARK: Final = 60
 
 
-class _Scores(msgspec.Struct):
+class GroupLine(msgspec.Struct):
+    """The fields of a stored group that a list of groups shows."""
+
     scores: list[float]
+    overrides: list[dict[str, Any] | None] | None = None
 
 
-class _ScoresHead(msgspec.Struct):
-    fields: _Scores
+class _LineHead(msgspec.Struct):
+    fields: GroupLine
 
 
-_scores_decoder = msgspec.json.Decoder(_Scores)
-_scores_head_decoder = msgspec.json.Decoder(_ScoresHead)
+_line_decoder = msgspec.json.Decoder(GroupLine)
+_line_head_decoder = msgspec.json.Decoder(_LineHead)
 
 
-def read_rewards(body: bytes, form: Form) -> list[float]:
-    """Return the rewards of a stored group without decoding the rest."""
+def read_line(body: bytes, form: Form) -> GroupLine:
+    """Return what a list shows of a stored group without decoding the rest."""
     if form == "columns":
-        return _scores_head_decoder.decode(unpack_record(body).head).fields.scores
-    return _scores_decoder.decode(body).scores
+        return _line_head_decoder.decode(unpack_record(body).head).fields
+    return _line_decoder.decode(body)
+
+
+def remarks_of(overrides: Sequence[Mapping[str, Any] | None] | None) -> dict[str, int]:
+    """Count the remarks of the environment about a group's sequences, the commonest first."""
+    found: Counter[str] = Counter()
+    for name, value in chain.from_iterable((one or {}).items() for one in overrides or ()):
+        if value is True:
+            found[name[:LONGEST_REMARK]] += 1
+        elif name in REMARK_TEXTS and isinstance(value, str) and value not in {"", USUAL_END}:
+            found[value[:LONGEST_REMARK]] += 1
+    return dict(found.most_common(MOST_REMARKS))
+
+
+def fits(group: GroupSummary, only: Only) -> bool:
+    """Return True if a list of these groups only has this one."""
+    if only == "failed":
+        return any(reward <= 0 for reward in group.rewards)
+    if only == "remarked":
+        return bool(group.remarks)
+    return only == "all" or group.equal_rewards == (only == "equal")
 
 
 def read_fields(body: bytes, form: Form) -> Fields:

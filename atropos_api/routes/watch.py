@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import shlex
+from collections.abc import Sequence
 from typing import Final, cast, get_args
 
 from fastapi import APIRouter, Request, Response
@@ -28,7 +29,7 @@ from atropos_api.page.documents import (
     Series,
     SeriesLine,
 )
-from atropos_api.page.rollouts import MOST_TOKENS_A_WINDOW, Order, describe_group, read_fields, window
+from atropos_api.page.rollouts import MOST_TOKENS_A_WINDOW, Only, Order, describe_group, read_fields, window
 from atropos_api.page.series import MetricTable, reduced
 from atropos_api.routes.schema import (
     COUNT,
@@ -53,6 +54,7 @@ RUN: Final = in_path("run_id", TEXT_SCHEMA, "As given when the run began")
 BATCH: Final = in_path("number", COUNT, "Number of the batch; 0 for a group that is queued")
 GROUP: Final = in_path("group", COUNT, "Index of the group in its batch; of a queued one, its place")
 ORDERS: Final = get_args(Order)
+CHOICES: Final = get_args(Only)
 MOST_NAMES: Final = 100
 MOST_POINTS: Final = 10_000
 
@@ -202,6 +204,11 @@ async def _table(broker: Broker, run_id: str) -> MetricTable:
         in_query("batch", COUNT, "Only groups of this batch"),
         in_query("environment_id", INTEGER, "Only groups of this environment"),
         in_query("order", {"type": "string", "enum": list(ORDERS), "default": "newest"}, "Order of the groups"),
+        in_query(
+            "only",
+            {"type": "string", "enum": list(CHOICES), "default": "all"},
+            "Only groups whose rewards are equal or mixed, that have a reward of 0 or less, or a remark",
+        ),
         in_query("limit", FROM_ONE | {"maximum": 1000, "default": 200}, "Largest number of groups"),
     ),
     answers=ok(GroupList, "A line about each group"),
@@ -210,14 +217,21 @@ async def _table(broker: Broker, run_id: str) -> MetricTable:
 async def groups(request: Request, run_id: str) -> Response:
     broker = context_of(request).broker
     broker.state.runs.find(run_id)
-    order = request.query_params.get("order", "newest")
-    if order not in ORDERS:
-        raise InvalidRequest(f"order: one of {', '.join(ORDERS)} is needed", field="order", value=order[:80])
+    order = cast("Order", _one_of(request, "order", ORDERS))
+    only = cast("Only", _one_of(request, "only", CHOICES))
     limit = min(read_int(request, "limit", 200, least=1) or 1, 1000)
     found = broker.rollouts.newest(
         run_id, batch=read_int(request, "batch", least=0), environment_id=read_int(request, "environment_id")
     )
-    return json_response(await asyncio.to_thread(list_groups, run_id, found, cast("Order", order), limit))
+    return json_response(await asyncio.to_thread(list_groups, run_id, found, order, only, limit))
+
+
+def _one_of(request: Request, name: str, known: Sequence[str]) -> str:
+    """Return a parameter of the query that has one of the `known` values; the first one if it is missing."""
+    value = request.query_params.get(name, known[0])
+    if value not in known:
+        raise InvalidRequest(f"{name}: one of {', '.join(known)} is needed", field=name, value=value[:80])
+    return value
 
 
 @route(

@@ -24,7 +24,7 @@ from atropos_api.http.problems import (
     answer_unexpected,
     as_coroutine,
 )
-from atropos_api.http.streaming import TRANSPORT_KEY, find_transport
+from atropos_api.http.streaming import TRANSPORT_KEY, ReadOut, find_transport
 from atropos_api.routes import docs, fleets, metrics, ops, page, servers, v0, v1, watch
 from atropos_api.routes.docs import make_document
 from atropos_api.routes.schema import operations_of
@@ -82,6 +82,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(ReadOut, most_bytes=config.max_body_bytes)
     for kind, answer in ANSWERS.items():
         app.add_exception_handler(kind, as_coroutine(answer))
     # Routes are tried in order, so those called most come first.

@@ -130,6 +130,8 @@ class EnvironmentRow(msgspec.Struct, kw_only=True):
     legacy: bool = False
     items: ItemsRow | None = None
     """Its items, if it leases them."""
+    former_items: tuple[ItemsRow, ...] = ()
+    """Its items in earlier runs, the newest last: a run that is resumed goes on with them."""
     outcomes: OutcomesRow = OutcomesRow()
 
 

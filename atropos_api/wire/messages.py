@@ -154,6 +154,10 @@ class Pacing(msgspec.Struct, kw_only=True):
     """The reason if there is no room until something else changes, such as another environment's group size."""
     policy_name: str | None = None
     """The model to request for this policy, if a stock vLLM server has each version under a name of its own."""
+    run_id: str | None = None
+    """The run that this is about; None while there is none."""
+    epoch: int | None = None
+    """The number of that run's owner: a trainer that resumes the run may have given it other settings."""
 
 
 class EnvironmentInfo(msgspec.Struct, kw_only=True):

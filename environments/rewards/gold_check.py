@@ -102,12 +102,14 @@ def low_variance_hint(
 ) -> str | None:
     """Return advice about scores that hardly differ; None when they differ enough.
 
-    `threshold` is a share of the largest variance that the reward's range allows; without a stated range, scores within
-    0 and 1 are taken to have that one. For scores of 0 and 1 it is enough that they differ, because their variance only
-    shows how many are right.
+    `threshold` is a share of the largest variance that the reward's range allows; without a finite range, scores
+    within 0 and 1 are taken to have that one. Scores of 0 and 1 need only differ at all: their variance says nothing
+    but how many are right.
     """
     if len(scores) < 2 or set(scores) == {0.0, 1.0}:
         return None
+    if score_range is not None and not all(map(math.isfinite, score_range)):
+        score_range = None
     if score_range is None and all(0.0 <= score <= 1.0 for score in scores):
         score_range = ScoreRange(0.0, 1.0)
     mean = sum(scores) / len(scores)

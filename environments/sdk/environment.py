@@ -25,7 +25,7 @@ from atropos_api.common.tracing import NO_TRACING
 from environments.rewards.gold_check import GoldItem
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, SessionSettings, as_server_list
 from environments.sdk.errors import EnvironmentsError, TokenizerUnavailable
-from environments.sdk.groups import Item, ScoredDataGroup, ScoredDataItem, group_items
+from environments.sdk.groups import Item, ScoredDataGroup, ScoredDataItem, group_items, sampled_lengths
 from environments.sdk.inference.sampling import Reasoning
 from environments.sdk.members import MemberRule, Members
 from environments.sdk.reporting import (
@@ -40,7 +40,7 @@ from environments.sdk.reporting import (
 )
 from environments.sdk.rollout_metrics import RolloutMetrics
 from environments.sdk.server_manager import ServerManager
-from environments.sdk.session.tokens_and_masks import NOT_TRAINED, current_sample_log
+from environments.sdk.session.tokens_and_masks import current_sample_log
 from environments.sdk.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -416,7 +416,7 @@ class Environment(ABC):
         """Count a group that is being sent."""
         self.metrics.sent += 1
         self.dropped_groups.count_sent()
-        lengths = [len(mask) - mask.count(NOT_TRAINED) for mask in group.masks]
+        lengths = sampled_lengths(group)
         self.completion_lengths.extend(lengths)
         self.metrics.totals.sampled_tokens += sum(lengths)
 

@@ -73,6 +73,12 @@ class ItemDropped(EnvironmentsError):
     ends_server = False
 
 
+class RolloutTimedOut(EnvironmentsError):
+    """A rollout was cancelled at its time limit, `--env.worker_timeout`; a time limit of its own code is not this."""
+
+    ends_server = False
+
+
 class OwnCodeEnded(EnvironmentsError):
     """An environment's own code asked for the end of the process, or awaited something that others had cancelled."""
 

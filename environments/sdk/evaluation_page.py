@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, Final
 
 from atropos_api.common.html_pages import as_html, make_page
@@ -68,7 +69,7 @@ def _is_fact(value: Any) -> bool:
 
 def _score_of(sample: Mapping[str, Any]) -> float | None:
     found = next((sample[name] for name in SCORES if name in sample), None)
-    return float(found) if isinstance(found, int | float) else None
+    return float(found) if isinstance(found, Real) else None
 
 
 def _rank(sample: Mapping[str, Any]) -> float:
@@ -77,4 +78,4 @@ def _rank(sample: Mapping[str, Any]) -> float:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{float(value):.4g}" if isinstance(value, Real) and not isinstance(value, int) else str(value)

@@ -6,13 +6,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NotRequired, TypedDict, cast
 
 from atropos_api.wire.groups import ABSENT, OPTIONAL_PER_SEQUENCE, Group, Span
 from environments.sdk.config import BaseEnvConfig
-from environments.sdk.reporting import EQUAL_SCORES, GROUP_SIZE, TOO_LONG, Rejection
+from environments.sdk.reporting import EQUAL_SCORES, GROUP_SIZE, NOT_FINITE, TOO_LONG, Rejection
 from environments.sdk.session.tokens_and_masks import ESTIMATED, NO_LOGPROB, NOT_TRAINED, SampleLog, SequenceNode
 
 Item = Any
@@ -119,6 +121,9 @@ class GroupRules:
         if self.full_size(group) is None:
             expected = _own_size(group) or self.group_size
             return Rejection(GROUP_SIZE, f"{len(group.tokens)} rollouts where {expected} were expected")
+        strange = next((score for score in group.scores if not math.isfinite(score)), None)
+        if strange is not None:
+            return Rejection(NOT_FINITE, f"a score is {strange}")
         if self.ensure_scores_are_not_same and len(set(group.scores)) == 1:
             return Rejection(EQUAL_SCORES, f"every score is {group.scores[0]:g}")
         longest = max(map(len, group.tokens))
@@ -156,6 +161,13 @@ def fill_absent(group: Group, size: int) -> int:
         if isinstance(values, list):
             setattr(group, key, [*values, *(row for _ in range(missing))])
     return missing
+
+
+def sampled_lengths(group: Group) -> list[int]:
+    """Return the number of sampled tokens of each rollout, without the rows that stand for absent ones."""
+    overrides = group.overrides or [None] * len(group.masks)
+    present = [mask for mask, one in zip(group.masks, overrides, strict=True) if not (one or {}).get(ABSENT)]
+    return [len(mask) - mask.count(NOT_TRAINED) for mask in present]
 
 
 def scored_group(
@@ -238,7 +250,7 @@ def _per_sequence(raw: Mapping[str, Any], key: str, count: int) -> Any:
 
 def _per_token(advantage: Any, tokens: Sequence[int]) -> Any:
     """Return a rollout's advantages, one per token; a single number is repeated for all tokens."""
-    return [float(advantage)] * len(tokens) if isinstance(advantage, int | float) else advantage
+    return [float(advantage)] * len(tokens) if isinstance(advantage, Real) else advantage
 
 
 def _require_aligned(group: Group) -> None:

@@ -63,7 +63,7 @@ def note_event(text: str) -> None:
     now = time.monotonic()
     for progress in (_current.get(), _current_member.get()):
         if progress is not None:
-            progress.event, progress.event_at = text[:LONGEST_NAME], now
+            progress.event, progress.event_at = encodable(text[:LONGEST_NAME]), now
 
 
 @contextmanager
@@ -145,4 +145,9 @@ def name_of(item: Any) -> str:
 
 def _short(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= LONGEST_NAME else f"{line[: LONGEST_NAME - 1]}…"
+    return encodable(line if len(line) <= LONGEST_NAME else f"{line[: LONGEST_NAME - 1]}…")
+
+
+def encodable(text: str) -> str:
+    """Return text that a report can hold: half a surrogate pair, as data and tools may have, stands as its number."""
+    return text.encode("utf-8", "backslashreplace").decode()

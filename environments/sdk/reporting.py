@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +28,7 @@ from atropos_api.common.files import free_path, write_whole
 from atropos_api.wire.groups import Group
 from atropos_api.wire.messages import DropReport
 from environments.sdk.evaluation_page import render_evaluation
+from environments.sdk.progress import encodable
 from environments.sdk.session.tokens_and_masks import NOT_TRAINED
 
 logger = logging.getLogger(__name__)
@@ -82,7 +84,8 @@ class TrackioTracker:
         if self._run is None and not self._failed:
             self._begin()
         if self._run is not None:
-            self._run.log({name: value for name, value in metrics.items() if isinstance(value, int | float)}, step=step)
+            numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
+            self._run.log(numbers, step=step)
 
     def finish(self) -> None:
         if self._run is not None:
@@ -157,11 +160,21 @@ class EvaluationResult:
     def write(self, directory: Path) -> None:
         """Write the files and the page of the samples, each atomically."""
         directory.mkdir(parents=True, exist_ok=True)
-        write_whole(directory / SAMPLES_FILE, "".join(json.dumps(sample) + "\n" for sample in self.samples))
+        write_whole(directory / SAMPLES_FILE, "".join(_as_json(sample) + "\n" for sample in self.samples))
         when = "" if self.step is None else f" at step {self.step}"
         page = render_evaluation(f"{self.task_name}{when}", self.all_metrics(), self.samples)
         write_whole(directory / PAGE_FILE, page)
-        write_whole(directory / METRICS_FILE, json.dumps(self.document(), indent=2) + "\n")
+        write_whole(directory / METRICS_FILE, _as_json(self.document(), indent=2) + "\n")
+
+
+def _as_json(value: Any, *, indent: int | None = None) -> str:
+    """Return what an evaluation reports as JSON: numbers and arrays of numpy and torch become plain ones."""
+    return json.dumps(value, indent=indent, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    to_list = getattr(value, "tolist", None)
+    return to_list() if callable(to_list) else str(value)
 
 
 class ResultFolders:
@@ -203,7 +216,7 @@ FIRST_LINE_AFTER: Final = 8
 LINE_SECONDS: Final = 30.0
 LONGEST_EXAMPLE: Final = 160
 
-EQUAL_SCORES, TOO_LONG, GROUP_SIZE = "equal-scores", "too-long", "group-size"
+EQUAL_SCORES, TOO_LONG, GROUP_SIZE, NOT_FINITE = "equal-scores", "too-long", "group-size", "not-finite"
 
 NO_GROUP, FAILED, TIMED_OUT = "no-group", "failed", "timed-out"
 
@@ -213,6 +226,7 @@ ADVICE: Final[Mapping[str, str]] = {
     EQUAL_SCORES: "--env.ensure_scores_are_not_same false sends them",
     TOO_LONG: "a smaller --env.max_token_length or a larger --seq-len of the trainer lets them through",
     GROUP_SIZE: "return --env.group_size rollouts, or set group_overrides={'group_size': n} on a group",
+    NOT_FINITE: "no trainer can compare NaN or infinity; let the reward return a finite number, or raise",
     NO_GROUP: "collect_trajectories or postprocess_histories returned None for them",
     FAILED: "the warnings above give the cause; --env.rollout_attempts sets how often an item is tried",
     TIMED_OUT: "--env.worker_timeout sets how long a rollout may take",
@@ -332,4 +346,4 @@ def quoted(value: Any) -> str:
 
 def one_line(text: str) -> str:
     """Return the beginning of a message, without its line breaks."""
-    return " ".join(text.split())[:LONGEST_EXAMPLE]
+    return encodable(" ".join(text.split())[:LONGEST_EXAMPLE])

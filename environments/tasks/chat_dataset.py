@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from atropos_api.common.files import expand_home
-from environments.tasks.data import Question, read_cell
+from environments.tasks.data import Question, is_missing, read_cell
 from environments.tasks.records import (
     DataUnusable,
     Split,
@@ -101,7 +101,7 @@ def make_row(record: Any, where: str, prompt_column: str | None = None) -> Row:
             "Name the prompt's with --env.prompt_column; of atropos-sft with --prompt-column, or --text-column for text"
         )
     columns = {str(name): value for name, value in record.items() if name != column}
-    reference = next((read_cell(columns[name]) for name in REFERENCES if columns.get(name) is not None), "")
+    reference = next((read_cell(columns[name]) for name in REFERENCES if not is_missing(columns.get(name))), "")
     reply = next((read_cell(columns[name]) for name in REPLIES if columns.get(name)), "")
     prompt = record[column]
     if isinstance(prompt, str):
@@ -120,7 +120,7 @@ def make_row(record: Any, where: str, prompt_column: str | None = None) -> Row:
 
 def _is_blank(value: Any) -> bool:
     """Return True for no value, a text without a visible character, and a list without an entry."""
-    return not (value.strip() if isinstance(value, str) else value)
+    return is_missing(value) or not (value.strip() if isinstance(value, str) else value)
 
 
 def _read_chat(value: Any, where: str) -> list[Mapping[str, Any]]:
@@ -128,7 +128,16 @@ def _read_chat(value: Any, where: str) -> list[Mapping[str, Any]]:
         isinstance(message, Mapping) and message.get("role") and message.get("content") is not None for message in value
     ):
         raise DataUnusable(f"{where}: a prompt is text or a list of messages with role and content, not {value!r:.80}")
-    return list(value)
+    return [_without_nulls(message) for message in value]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a message without the keys that are null: Parquet gives each the keys of all, and chat templates ask only
+    which keys a message has.
+    """
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 class ChatSample(TypedDict):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,9 +177,14 @@ def _collect(records: Records, where: str) -> list[Question]:
     return questions
 
 
+def is_missing(value: Any) -> bool:
+    """Return True for a cell without a value: null, or the NaN that pandas writes for it in a column of numbers."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
 def read_cell(value: Any) -> str:
     """Return a cell as text: for a chat its last message, for a list its items joined by commas."""
-    if value is None:
+    if is_missing(value):
         return ""
     if isinstance(value, list):
         if value and isinstance(value[-1], Mapping):

@@ -118,7 +118,7 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
     text = path.read_text(encoding=ENCODING)
     try:
         content = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return _read_lines(path)
     if isinstance(content, Mapping):
         lists = [value for value in content.values() if isinstance(value, list)]
@@ -129,7 +129,7 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
 def parse_line(line: str | bytes, where: str) -> Any:
     try:
         return json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of too many digits
         raise DataUnusable(f"{where}: not a JSON object ({error})") from None
 
 

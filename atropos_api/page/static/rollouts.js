@@ -1,11 +1,11 @@
-// The list of groups: by batch, environment and reward, and the groups without a learning signal.
+// The list of groups: by batch, environment, reward and remark, and those from which nothing was learned.
 
 import { fill, h, table, visible } from "./dom.js";
 import { clock, count, number } from "./format.js";
 import { hashOf } from "./store.js";
 
 const ORDERS = { newest: "newest first", "lowest-reward": "lowest reward first", "highest-reward": "highest reward first", "widest-reward": "widest spread first" };
-const ONLY = { "": "all groups", equal: "all rewards equal", mixed: "rewards differ", failed: "a reward of 0 or less" };
+const ONLY = { "": "all groups", equal: "all rewards equal", mixed: "rewards differ", failed: "a reward of 0 or less", remarked: "an error or another remark" };
 
 /** Show the groups of a run; the choice is in the address. */
 export async function showRollouts({ container, source, run, route, environments }) {
@@ -14,28 +14,21 @@ export async function showRollouts({ container, source, run, route, environments
   const list = h("div", {});
   fill(container, filters(chosen, environments(), go), list);
   const update = async () => {
-    const found = await source.get(`v1/runs/${encodeURIComponent(run.run_id)}/groups`, { batch: chosen.batch, environment_id: chosen.environment, order: chosen.order, limit: 200 });
-    const groups = found.groups.filter((group) => fits(group, chosen.only));
-    fill(list, summary(found, groups, chosen), groups.length ? rows(run, groups) : h("p", { class: "note" }, emptyReason(chosen)));
+    const found = await source.get(`v1/runs/${encodeURIComponent(run.run_id)}/groups`, { batch: chosen.batch, environment_id: chosen.environment, order: chosen.order, only: chosen.only, limit: 200 });
+    fill(list, summary(found, chosen), found.groups.length ? rows(run, found.groups) : h("p", { class: "note" }, emptyReason(chosen)));
   };
   await update();
   return { update: chosen.order && chosen.order !== "newest" ? null : update };
 }
 
-function fits(group, only) {
-  if (only === "equal") return group.equal_rewards;
-  if (only === "mixed") return !group.equal_rewards;
-  if (only === "failed") return group.rewards.some((reward) => reward <= 0);
-  return true;
-}
-
 function emptyReason(chosen) {
+  if (chosen.only) return `None of the groups that are kept fits: ${ONLY[chosen.only] ?? chosen.only}.`;
   return chosen.batch ? `No group of batch ${chosen.batch} is kept any more; --recent-bytes of the broker sets how much is, and --save-batches of the trainer saves all.` : "No group has come yet.";
 }
 
-function summary(found, groups, chosen) {
-  const of = groups.length < found.total ? ` of ${count(found.total)}` : "";
-  return h("p", { class: "note" }, `${count(groups.length)}${of} groups${chosen.batch ? ` of batch ${chosen.batch}` : " of the newest batches"}`);
+function summary(found, chosen) {
+  const of = found.groups.length < found.total ? ` of ${count(found.total)}` : "";
+  return h("p", { class: "note" }, `${count(found.groups.length)}${of} groups${chosen.batch ? ` of batch ${chosen.batch}` : " of the newest batches"}`);
 }
 
 function filters(chosen, environments, go) {
@@ -59,7 +52,7 @@ function rows(run, groups) {
     count(group.tokens),
     group.oldest_version ?? "–",
     clock(group.arrived_at),
-    [group.equal_rewards ? h("span", { class: "badge slow" }, "equal") : null, group.has_values ? h("span", { class: "badge ok", title: "the trainer reported values of these tokens" }, "values") : null],
+    [group.equal_rewards ? h("span", { class: "badge slow" }, "equal") : null, ...Object.entries(group.remarks).map(([remark, times]) => h("span", { class: "badge slow" }, `${times} ${visible(remark)}`)), group.has_values ? h("span", { class: "badge ok", title: "the trainer reported values of these tokens" }, "values") : null],
   ]), { numeric: [3, 4, 5] });
 }
 

@@ -33,6 +33,8 @@ REPORT_SECONDS = 1.0
 ACTIVITY_SECONDS = 2.0
 NO_SUCH_ROUTE = frozenset({404, 405})
 GROUP_REFUSALS = frozenset({400, 413, 422})  # caused by the groups sent, not by the sender
+FORGOTTEN_RUN = "unknown-run"
+"""The refusal of a group for a run that the broker does not know any more, because it lost its state."""
 
 
 class BrokerConnection:
@@ -55,7 +57,7 @@ class BrokerConnection:
         self._client = client
         self._request = request
         self._wait_timeout_seconds = wait_timeout_seconds
-        self._queue: deque[tuple[Group, GroupKey | None]] = deque()
+        self._queue: deque[tuple[Group, GroupKey | None, str | None]] = deque()
         self._adoptions = 0
 
     async def register(self) -> EnvironmentInfo:
@@ -65,9 +67,9 @@ class BrokerConnection:
         self._adopt(self.info.pacing, authoritative=True)
         return self.info
 
-    def hand_in(self, group: Group, key: GroupKey | None = None) -> None:
-        """Queue a group for submission, under the key of its item if it has one."""
-        self._queue.append((group, key))
+    def hand_in(self, group: Group, key: GroupKey | None = None, run_id: str | None = None) -> None:
+        """Queue a group for submission, under the key of its item if it has one; `run_id` None: for the open run."""
+        self._queue.append((group, key, run_id))
         self.pending_sequences += len(group.tokens)
         self.pending_groups += 1
         self.changed.notify()
@@ -90,19 +92,19 @@ class BrokerConnection:
             self._adopt(pacing, authoritative=seen == self._adoptions)
 
     async def keep_submitting(self) -> None:
-        """Submit what is handed in, for ever; up to 64 waiting groups without a key go in one request."""
+        """Submit what is handed in, for ever; up to 64 waiting groups of a run without keys go in one request."""
         while True:
             while not self._queue:
                 await self.changed.wait()
-            group, key = self._queue.popleft()
+            group, key, run_id = self._queue.popleft()
             if key is not None:
-                await self._submit([group], key)
+                await self._submit([group], key.item.run_id, key=key.key)
                 self.on_item_group(key.item)
                 continue
             groups = [group]
-            while self._queue and self._queue[0][1] is None and len(groups) < MOST_GROUPS_A_POST:
+            while self._queue and self._queue[0][1:] == (None, run_id) and len(groups) < MOST_GROUPS_A_POST:
                 groups.append(self._queue.popleft()[0])
-            await self._submit(groups)
+            await self._submit(groups, run_id)
 
     async def lease_items(self, request: ItemRequest) -> ItemLease | None:
         """Report items and lease others, through outages too; None if the broker has no route for items."""
@@ -172,9 +174,8 @@ class BrokerConnection:
         while self.pending_sequences:
             await self.changed.wait()
 
-    async def _submit(self, groups: list[Group], of_item: GroupKey | None = None) -> None:
-        key = uuid.uuid4().hex if of_item is None else of_item.key
-        run_id = None if of_item is None else of_item.item.run_id
+    async def _submit(self, groups: list[Group], run_id: str | None, *, key: str | None = None) -> None:
+        key = uuid.uuid4().hex if key is None else key
         response = None
         while response is None:
             assert self.info is not None
@@ -184,7 +185,7 @@ class BrokerConnection:
                 )
             except AtroposError as error:
                 if self._is_refusal(error):
-                    await self._find_refused(groups, error)
+                    await self._find_refused(groups, run_id, error)
                     return
                 await self._recover(error)
         self._acknowledge(groups)
@@ -192,11 +193,11 @@ class BrokerConnection:
             self._adopt(response.pacing, authoritative=False)
         self.changed.notify()
 
-    async def _find_refused(self, groups: list[Group], error: Exception) -> None:
+    async def _find_refused(self, groups: list[Group], run_id: str | None, error: Exception) -> None:
         """Find the group that the broker refuses: the groups are sent again one by one."""
         if len(groups) > 1:
             for group in groups:
-                await self._submit([group])
+                await self._submit([group], run_id)
             return
         logger.error("a group was refused and is dropped: %s", error)
         self.on_refused(groups[0], error)
@@ -219,8 +220,9 @@ class BrokerConnection:
     def _is_refusal(error: Exception) -> bool:
         from atropos_api.client import BrokerRefused, GroupNotEncodable
 
-        refused = isinstance(error, BrokerRefused) and error.status in GROUP_REFUSALS
-        return refused or isinstance(error, GroupNotEncodable)
+        if isinstance(error, BrokerRefused):
+            return error.status in GROUP_REFUSALS or error.kind == FORGOTTEN_RUN
+        return isinstance(error, GroupNotEncodable)
 
     def _acknowledge(self, groups: list[Group]) -> None:
         self.pending_sequences -= sum(len(group.tokens) for group in groups)

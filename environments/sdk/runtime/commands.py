@@ -111,7 +111,7 @@ async def process(env: Environment) -> None:
     await env.setup()
     await env.setup_wandb()
     rules = GroupRules.from_config(env.config, max_token_length=-1)
-    delivery = Delivery(env, lambda: rules, send=lambda _, __: None)
+    delivery = Delivery(env, lambda: rules, send=lambda *_: None)
     try:
         await _collect(env, RolloutRunner(env, delivery))
     finally:

@@ -64,6 +64,12 @@ class ItemLeases:
             await self._report(count=ITEMS_A_CALL)
         return self._ready.popleft() if self._ready else None
 
+    def forget_unbegun(self, run_id: str | None) -> None:
+        """Forget the leased items of other runs than this one that no rollout has begun: nobody waits for them."""
+        unbegun = [item for item in self._ready if item.run_id != run_id]
+        self._held.difference_update(unbegun)
+        self._ready = deque(item for item in self._ready if item.run_id == run_id)
+
     def keys(self, item: LeasedItem, groups: int) -> list[GroupKey]:
         """Return a key for each of an item's groups, which are about to be submitted."""
         self._unacknowledged[item] = groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client.core import HistogramMetricFamily
@@ -97,4 +98,4 @@ class EnvironmentMetrics:
     def _evaluation(self) -> list[tuple[tuple[str, ...], float]]:
         result = self._env.last_evaluation
         found = {} if result is None else result.all_metrics()
-        return [((name,), float(value)) for name, value in found.items() if isinstance(value, int | float)]
+        return [((name,), float(value)) for name, value in found.items() if isinstance(value, Real)]

@@ -24,7 +24,14 @@ import anyio
 from atropos_api.common.tracing import FIELD, Span, current_span, running
 from atropos_api.wire.groups import Group
 from environments.sdk.environment import Environment
-from environments.sdk.errors import EnvironmentsError, ItemDropped, RolloutsKeepFailing, contained, innermost
+from environments.sdk.errors import (
+    EnvironmentsError,
+    ItemDropped,
+    RolloutsKeepFailing,
+    RolloutTimedOut,
+    contained,
+    innermost,
+)
 from environments.sdk.group_files import Chats, GroupFile, RecentGroups
 from environments.sdk.groups import GroupRules, Item, as_groups, fill_absent, to_wire
 from environments.sdk.reporting import FAILED, NO_GROUP, TIMED_OUT, Rejection, last_answer, one_line, quoted
@@ -36,14 +43,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Send = Callable[[Group, GroupKey | None], None]
+Send = Callable[[Group, GroupKey | None, str | None], None]
+"""Sends a group, under the key of its item if it has one, for the run that its rollout was begun in if that is known.
+"""
 
 
 class DrawnItem(NamedTuple):
-    """An item, and its lease if it has one."""
+    """An item, its lease if it has one, and the run in which its rollout begins if that is known."""
 
     item: Item
     lease: LeasedItem | None = None
+    run_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,18 +152,18 @@ class Delivery:
             self._env.metrics.count_absent(fill_absent(group, rules.full_size(group) or 0))
             await self._env.add_rollouts_for_wandb(raw, item)
             accepted = Accepted(group, partial(self._chats, group, sample_log))
-            if not send:
-                self._save(accepted)
-            elif buffer is not None:
+            if send and buffer is not None:
                 buffer.accepted.append(accepted)
-            else:
+                continue
+            self.save(accepted)
+            if send:
                 self.dispatch(accepted)
 
-    def dispatch(self, accepted: Accepted, key: GroupKey | None = None) -> None:
-        self._save(accepted)
+    def dispatch(self, accepted: Accepted, key: GroupKey | None = None, run_id: str | None = None) -> None:
+        """Send a group that was saved."""
         self._env.note_sent(accepted.group)
         self.spans.begin(accepted.group)
-        self._send(accepted.group, key)
+        self._send(accepted.group, key, run_id)
 
     def close(self) -> None:
         for file in (self.file, self._recent):
@@ -182,7 +192,8 @@ class Delivery:
     def _decode(self, tokens: list[int]) -> str:
         return str(self._env.tokenizer.decode(tokens))
 
-    def _save(self, accepted: Accepted) -> None:
+    def save(self, accepted: Accepted) -> None:
+        """Write a group to the files that are configured."""
         if self.file is not None:
             self.file.append(accepted.group)
         if self._recent is not None:
@@ -270,14 +281,13 @@ class RolloutRunner:
 
     async def _attempt(self, drawn: DrawnItem) -> int | None:
         """Return the number of groups of an item that were sent; None if the environment made none."""
-        limit = self._env.config.worker_timeout
         try:
             with record_samples("train"), buffer_groups() as buffer:
-                with self._noticing_stuck(drawn), anyio.fail_after(limit if limit > 0 else None), contained():
+                with self._time_limit(drawn), contained():
                     collected, more = await self._env.collect_trajectories(drawn.item)
-                with contained():
                     finished = await self._env.postprocess_histories(collected) if collected else None
-                    if finished is not None:
+                if finished is not None:
+                    with contained():  # no time limit: a teacher that does not answer costs its logprobs, not the group
                         await self._env.handle_send_to_api(finished, drawn.item)
         finally:
             with contained():
@@ -285,8 +295,17 @@ class RolloutRunner:
         self.backlog.extend(more)
         if not finished:
             return None
-        self._dispatch(drawn.lease, buffer)
+        self._dispatch(drawn, buffer)
         return len(buffer.accepted)
+
+    @contextmanager
+    def _time_limit(self, drawn: DrawnItem) -> Iterator[None]:
+        """Cancel the block at the time limit of a rollout; raise `RolloutTimedOut` then."""
+        limit = self._env.config.worker_timeout
+        with self._noticing_stuck(drawn), anyio.move_on_after(limit if limit > 0 else None) as scope:
+            yield
+        if scope.cancelled_caught:
+            raise RolloutTimedOut(f"it took longer than {limit:g} s (--env.worker_timeout)")
 
     @contextmanager
     def _noticing_stuck(self, drawn: DrawnItem) -> Iterator[None]:
@@ -305,8 +324,11 @@ class RolloutRunner:
             for timer in due:
                 timer.cancel()
 
-    def _dispatch(self, lease: LeasedItem | None, buffer: Buffer) -> None:
+    def _dispatch(self, drawn: DrawnItem, buffer: Buffer) -> None:
         """Send an item's groups, under keys of its own if it is leased."""
+        lease = drawn.lease
+        for group in buffer.accepted:
+            self._delivery.save(group)  # if this fails, no group of the item is sent, so that it can be tried again
         keys: Sequence[GroupKey | None] = [None] * len(buffer.accepted)
         if lease is not None and self._delivery.leases is not None:
             if buffer.accepted:
@@ -314,7 +336,7 @@ class RolloutRunner:
             else:
                 self._delivery.leases.drop(lease, buffer.dropped[0] if buffer.dropped else NO_GROUP)
         for group, key in zip(buffer.accepted, keys, strict=True):
-            self._delivery.dispatch(group, key)
+            self._delivery.dispatch(group, key, drawn.run_id)
 
     async def _count_empty(self, drawn: DrawnItem, why: str, started: float) -> int:
         """Count an item without a group, and pause briefly so that a series of such items does not keep a core busy."""
@@ -327,17 +349,16 @@ class RolloutRunner:
     def _handle_failure(self, drawn: DrawnItem, error: BaseException, attempt: int) -> bool:
         """Log a failed attempt and return True if the item is given up; too many such items in a row end the server.
 
-        A timeout is not tried again.
+        One that took too long is not tried again.
         """
+        timed_out = isinstance(error, RolloutTimedOut)
         described = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        if attempt < self._env.config.rollout_attempts and not isinstance(error, TimeoutError):
+        if attempt < self._env.config.rollout_attempts and not timed_out:
             self._env.metrics.count_retry()
             logger.info("a rollout failed and is tried again (%s)", described)
             return False
         self._env.metrics.failed += 1
-        self._count_dropped(
-            drawn, TIMED_OUT if isinstance(error, TimeoutError) else FAILED, f"given up after {described}"
-        )
+        self._count_dropped(drawn, TIMED_OUT if timed_out else FAILED, f"given up after {described}")
         self._failures_in_a_row += 1
         logger.warning("item %.200r is given up after attempt %d: %s", drawn.item, attempt, described, exc_info=error)
         if self._failures_in_a_row >= self._env.config.max_failures_in_a_row:

@@ -16,7 +16,7 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from atropos_api.wire.groups import Group
-from atropos_api.wire.messages import EnvironmentRequest, Pacing
+from atropos_api.wire.messages import EnvironmentInfo, EnvironmentRequest, Pacing
 from atropos_api.wire.reports import EnvironmentActivity
 from environments.sdk.config import EvalHandlingEnum
 from environments.sdk.environment import Environment
@@ -84,6 +84,8 @@ class EnvironmentWorker:
         self._startup: anyio.CancelScope | None = None
         self._evaluation: anyio.CancelScope | None = None
         self._evaluation_due = self._evaluates = False
+        self._joined: tuple[str | None, int | None] | None = None
+        """The run whose settings are adopted, and the number of its owner."""
         self._log_due = False
         self._stopping = False
 
@@ -167,19 +169,38 @@ class EnvironmentWorker:
             logger.info("waiting for a trainer to begin a run at %s", self._env.config.rollout_server_url)
 
     async def _adopt_run(self) -> None:
-        """Register again and adopt the run's settings, which a registration before the run does not have."""
-        info = await self._broker.register()
-        env = self._env
-        env.curr_step = self._pacing.current_step
-        env.config.group_size = env.config.group_size_at(env.curr_step)
-        env.checkpoint_dir = info.checkpoint_dir
-        env.status_dict = self._status(self._pacing)
-        await env.get_server_info()
+        """Take part in the run for the first time: adopt its step, its settings and a state saved at that step."""
+        info, env = await self._join_run(), self._env
         env.wandb_prepend = info.display_name
         env.wandb_project, env.wandb_group = info.wandb_project or None, info.wandb_group or None
         await env.setup_wandb()
         if env.curr_step > 0:
             env.load_checkpoint()
+
+    async def _join_run(self) -> EnvironmentInfo:
+        """Register again, because a registration before the run has none of its settings, and adopt these.
+
+        The run is another one if a trainer begins one while this environment serves, and has other settings if its
+        trainer resumes it with such.
+        """
+        info = await self._broker.register()
+        if self._joined is not None:
+            logger.info("the run is %s now; its settings are adopted", info.run_id)
+        env, self._joined = self._env, (info.pacing.run_id, info.pacing.epoch)
+        env.curr_step = self._pacing.current_step
+        env.config.group_size = env.config.group_size_at(env.curr_step)
+        env.checkpoint_dir = info.checkpoint_dir
+        env.status_dict = self._status(self._pacing)
+        await env.get_server_info()
+        if self._leases is not None:
+            self._leases.forget_unbegun(info.run_id)
+        return info
+
+    @property
+    def _has_joined(self) -> bool:
+        """True if the adopted settings are those of the run that the pacing is of, under its present trainer."""
+        pacing = self._pacing
+        return pacing.run_id is None or self._joined == (pacing.run_id, pacing.epoch)
 
     def adopt_run_settings(self) -> None:
         """Copy the run's batch size and longest sequence to the environment."""
@@ -192,9 +213,11 @@ class EnvironmentWorker:
     async def _admit_rollouts(self, *, evaluations: TaskGroup) -> None:
         """Start rollouts while there is room for them, and evaluations when they are due."""
         while self._active:
+            if not self._has_joined and self._pacing.paused_because is None:
+                await self._join_run()
             if self._log_due:
                 await self._log()
-            if self._evaluation_due and self._evaluation is None:
+            if self._evaluation_can_start:
                 self._evaluation_due = False
                 evaluations.start_soon(self._evaluate)
                 await anyio.lowlevel.checkpoint()  # lets the evaluation start: it may stop admission
@@ -219,13 +242,16 @@ class EnvironmentWorker:
     async def admit(self) -> None:
         """Start rollouts until there is no room or no item, or something else is due."""
         assert self._rollouts is not None
-        while self._active and self._has_room() and not (self._log_due or self._evaluation_due):
+        while self._active and self._has_joined and self._has_room():
+            if self._log_due or self._evaluation_can_start:
+                return
             item = await self._collector.next_item()
             if item is None:
                 return
             self._running += 1
             self._started += 1
-            self._rollouts.start_soon(self._run_rollout, item)
+            # A run that begins while the rollout is in progress must not get its group: another policy sampled it.
+            self._rollouts.start_soon(self._run_rollout, item._replace(run_id=self._pacing.run_id))
 
     async def _run_rollout(self, item: DrawnItem) -> None:
         try:
@@ -265,6 +291,11 @@ class EnvironmentWorker:
                 await self._env.wandb_log()
         except Exception:  # the environment's own metrics may raise anything; no rollout may fail because of it
             logger.exception("metrics of step %d could not be logged", self._env.curr_step)
+
+    @property
+    def _evaluation_can_start(self) -> bool:
+        """True if an evaluation is due and none runs: rollouts go on while one that runs holds up the next."""
+        return self._evaluation_due and self._evaluation is None
 
     def _has_room(self) -> bool:
         """Return True if another group may start: by the broker's pacing, the worker limit and a running evaluation."""
@@ -307,7 +338,8 @@ class EnvironmentWorker:
         before, env.curr_step = env.curr_step, pacing.current_step
         env.config.group_size = env.config.group_size_at(env.curr_step)
         info = self._broker.info
-        if info is not None and interval_passed(before, env.curr_step, info.checkpoint_interval):
+        # Until the settings of another run are adopted, the state would be saved in the folder of the run before.
+        if info is not None and self._has_joined and interval_passed(before, env.curr_step, info.checkpoint_interval):
             self._save_state(env.curr_step - env.curr_step % info.checkpoint_interval)
         if (
             self._evaluates

@@ -55,8 +55,12 @@ def _plain(message: Any, index: int) -> dict[str, Any]:
 def _read(message: dict[str, Any], where: str, other_parts: bool) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise RequestRefused(f"{where} has no role: {message!r:.80}", param=where)
-    for call in message.get("tool_calls") or ():
+    calls = message.get("tool_calls") or ()
+    if isinstance(calls, str | Mapping) or not isinstance(calls, Sequence):
+        raise RequestRefused(f"{where}.tool_calls is not a list: {calls!r:.80}", param=where)
+    for call in calls:
         _check_call(call, where)
+    _require_id(message.get("tool_call_id"), f"{where}.tool_call_id")
     content = message.get("content")
     if isinstance(content, str):
         return message
@@ -70,7 +74,7 @@ def _require_text(content: Any, where: str) -> None:
         raise RequestRefused(f"{where}.content is neither text nor a list of parts: {content!r:.80}", param=where)
     for part in content or ():
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
-        text = part if isinstance(part, str) else part.get(TEXT_KINDS.get(kind, "")) if kind is not None else None
+        text = part if isinstance(part, str) else part.get(TEXT_KINDS.get(kind, "")) if isinstance(kind, str) else None
         if not isinstance(text, str):
             raise RequestRefused(
                 f"{where}.content has a part of another kind than text ({kind or type(part).__name__}); "
@@ -84,12 +88,18 @@ def _check_call(call: Any, where: str) -> None:
     name = function.get("name") if isinstance(function, Mapping) else getattr(function, "name", None)
     if not isinstance(name, str):
         raise RequestRefused(f"{where} has a tool call without function.name: {call!r:.80}", param=where)
+    _require_id(_call_id(call), f"{where}.tool_calls")
+
+
+def _require_id(value: Any, where: str) -> None:
+    if value is not None and not isinstance(value, str):
+        raise RequestRefused(f"{where}: an id is a text, not {value!r:.80}", param=where)
 
 
 def _text_of_part(part: Any) -> str:
     if isinstance(part, str):
         return part
-    text = part.get(TEXT_KINDS.get(part.get("type", "text"), "")) if isinstance(part, Mapping) else None
+    text = part.get(TEXT_KINDS.get(str(part.get("type", "text")), "")) if isinstance(part, Mapping) else None
     return text if isinstance(text, str) else _as_json(part)
 
 
@@ -152,7 +162,7 @@ def key_of(message: Mapping[str, Any]) -> Key:
 
 
 def _call_id(call: Any) -> Any:
-    return call.get("id") if isinstance(call, Mapping) else call.id
+    return call.get("id") if isinstance(call, Mapping) else getattr(call, "id", None)
 
 
 def _called(call: Any) -> tuple[Any, Any]:

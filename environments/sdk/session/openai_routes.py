@@ -232,7 +232,7 @@ async def read_object(request: Request) -> dict[str, Any]:
         parts.append(part)
     try:
         return msgspec.json.decode(b"".join(parts) or b"{}", type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RequestRefused(f"the request is not a JSON object: {error}") from None
 
 

@@ -20,6 +20,12 @@ def served():
         yield url
 
 
+@pytest.fixture(scope="module")
+def url_of_broker():
+    with served_broker() as url:
+        yield url
+
+
 def dial(url):
     host, port = url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=SOON)
@@ -72,6 +78,22 @@ def test_line_ends_dripped_after_an_answer_keep_no_connection(served):
         connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b" 200 " in connection.recv(1 << 16)
         drip(connection, b"\r\n")
+
+
+@pytest.mark.parametrize("ending", ["HTTP/1.1\r\nConnection: close", "HTTP/1.0"])
+@pytest.mark.parametrize(
+    ("call", "status"), [("POST /nothing", 404), ("GET /v1/status", 200), ("PUT /v1/policy/x", 404)]
+)
+def test_a_body_that_no_call_reads_costs_no_peer_its_answer(url_of_broker, call, status, ending):
+    """A connection that is closed with unread input is reset, and the answer may be lost with it."""
+    body = bytes(3_000_000)
+    head = f"{call} {ending}\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with dial(url_of_broker) as connection:
+        connection.sendall(head + body)
+        received = b""
+        while chunk := connection.recv(1 << 16):
+            received += chunk
+    assert received.startswith(f"HTTP/1.1 {status} ".encode())
 
 
 @pytest.mark.parametrize("path", ["/scored_data", "/v1/groups"])

@@ -218,6 +218,21 @@ def test_groups_are_found_by_reward_and_environment(client, url, order, expected
     assert get(url, f"/v1/runs/{run.run_id}/groups", batch=2)["total"] == 0
 
 
+@pytest.mark.parametrize("form", ["columns", "json"])
+def test_groups_are_found_by_what_is_remarked_about_their_sequences(url, form):
+    failed = {"finish_reason": "length", "error": "the tool timed out"}
+    marks = [{"absent": True}, failed, None, {"finish_reason": "stop"}]
+    with BrokerClient(url, form=form) as client:
+        run = begin_with_a_batch(client)
+        client.submit(0, [make_group(4, 6, overrides=marks)], idempotency_key="marked")
+    path = f"/v1/runs/{run.run_id}/groups"
+    (marked,) = get(url, path, only="remarked")["groups"]
+    assert (marked["batch"], marked["remarks"]) == (0, {"absent": 1, "length": 1, "the tool timed out": 1})
+    assert [get(url, path, only=only)["total"] for only in ("all", "mixed", "equal", "failed")] == [3, 3, 0, 3]
+    assert get(url, path, only="mixed", limit=1)["total"] == 3
+    assert httpx.get(f"{url}{path}", params={"only": "broken"}).status_code == 422
+
+
 def test_queued_groups_and_those_of_batches_in_the_store_can_be_looked_at(client, url):
     run = begin_with_a_batch(client)
     client.submit(0, [make_group(4, 6, first_token=200)], idempotency_key="queued")

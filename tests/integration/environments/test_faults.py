@@ -42,13 +42,13 @@ class Env(BaseEnv):
         self.evaluated += 1
 
 
-def make(tokenizer_folder, *, servers=1, delay_seconds=0.0, **settings):
+def make(tokenizer_folder, cls=Env, *, servers=1, delay_seconds=0.0, **settings):
     configs = [
         APIServerConfig(server_type="vllm", base_url=f"http://fake{number}/v1", num_max_requests_at_once=2)
         for number in range(servers)
     ]
     config = BaseEnvConfig(group_size=2, use_wandb=False, tokenizer_name=str(tokenizer_folder), **settings)
-    env = Env(config, configs)
+    env = cls(config, configs)
     fake = FakeInference(sampled_tokens(0, vocabulary=300, end=1), end=1, delay_seconds=delay_seconds)
     env.server = ServerManager(configs, load_tokenizer=lambda: env.tokenizer, transport=InProcess(fake))
     return env
@@ -92,6 +92,27 @@ async def test_an_evaluation_that_falls_due_during_another_follows_it(tokenizer_
     env = make(tokenizer_folder, steps_per_eval=1, eval_handling=EvalHandlingEnum.NONE)
     await serve(env, steps=8, seconds_a_step=0.1)
     assert env.evaluated >= 2, "steps passed while an evaluation ran, and none came after it"
+
+
+async def test_rollouts_go_on_while_one_evaluation_holds_up_the_next(tokenizer_folder):
+    class Long(Env):
+        async def setup(self):
+            await super().setup()
+            self.later = anyio.Event()
+
+        async def collect_trajectories(self, item):
+            if self.curr_step >= 15:
+                self.later.set()
+            return await super().collect_trajectories(item)
+
+        async def evaluate(self):
+            with anyio.move_on_after(10):
+                await self.later.wait()
+                self.evaluated += 1
+
+    env = make(tokenizer_folder, Long, steps_per_eval=1, eval_handling=EvalHandlingEnum.NONE)
+    await serve(env, steps=20)
+    assert env.evaluated >= 1, "no rollout was begun while it ran, so the trainer could not go on"
 
 
 async def test_requests_of_an_evaluation_are_counted_apart_without_saying_so(tokenizer_folder):

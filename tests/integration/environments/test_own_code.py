@@ -96,13 +96,24 @@ async def needs_too_much(self, group):
     raise MemoryError
 
 
+async def fails_with_half_a_character(self, group):
+    raise ValueError("the tool printed \ud800")
+
+
 async def masks_one_token_less(self, group):
     group["masks"][0] = group["masks"][0][:-1]
 
 
 @pytest.mark.parametrize(
     "treat",
-    [ends_the_process, awaits_what_was_cancelled, reads_past_the_end, needs_too_much, masks_one_token_less],
+    [
+        ends_the_process,
+        awaits_what_was_cancelled,
+        reads_past_the_end,
+        needs_too_much,
+        fails_with_half_a_character,
+        masks_one_token_less,
+    ],
 )
 async def test_an_item_whose_code_fails_in_any_way_is_given_up_and_the_run_goes_on(tokenizer_folder, treat):
     env = make(tokenizer_folder, treat, rollout_attempts=1)
@@ -123,17 +134,17 @@ async def puts_a_loop_among_overrides(self, group):
     group["group_overrides"]["self"] = group["group_overrides"]
 
 
-async def scores_with_nan(self, group):
-    group["scores"][0] = float("nan")
+async def gives_an_advantage_of_nan(self, group):
+    group["advantages"] = [float("nan"), 0.0]
 
 
 @pytest.mark.parametrize(
     "treat",
     [
+        gives_an_advantage_of_nan,
         puts_an_object_among_messages,
         puts_half_a_character_among_messages,
         puts_a_loop_among_overrides,
-        scores_with_nan,
     ],
 )
 async def test_a_group_that_cannot_be_sent_is_counted_as_refused_and_the_run_goes_on(tokenizer_folder, treat):

@@ -43,7 +43,9 @@ def make_fake(**options):
 
 async def train(client, *, steps, batch_size, seconds_a_step=0.0, fake=None, **more):
     """Take each batch, publish a version, commit and finish, as a trainer; return the batches."""
-    request = RunRequest(name="run", batch_size=batch_size, max_token_length=512, num_steps=steps, **more)
+    request = RunRequest(
+        **{"name": "run", "batch_size": batch_size, "max_token_length": 512, "num_steps": steps, **more}
+    )
     run = await client.begin_run(request)
 
     async def publish(step):
@@ -334,8 +336,9 @@ async def test_groups_are_closed_without_a_late_rollout_and_batches_stay_exact(t
             return await super(ArithmeticEnv, self).collect_trajectories(item)
 
     fake = make_fake()
-    env = make_env(fake, tokenizer_folder, OneNeverEnds, late_members="close")
+    env = make_env(fake, tokenizer_folder, OneNeverEnds, late_members="close", min_items_sent_before_logging=10**6)
     batches = await serve_and_train(env, fake, steps=3, batch_size=32)
+    assert 0 not in env.completion_lengths, "a row of an absent rollout counts as an answer"
     absent = [[bool(row and row.get("absent")) for row in group.overrides] for b in batches for group in b.groups]
     assert absent == [[False] * 7 + [True]] * 12
     assert env.metrics.totals.absent >= 12
@@ -420,15 +423,16 @@ async def test_a_run_whose_groups_all_score_alike_says_so_at_the_broker_and_in_t
 
 async def test_groups_that_the_broker_refuses_are_reported_as_dropped(tokenizer_folder):
     class NotFinite(ArithmeticEnv):
-        async def score_answer(self, item, text):
-            return float("nan")
+        async def collect_trajectories(self, item):
+            group, more = await super().collect_trajectories(item)
+            return {**group, "advantages": [float("nan")] * 8}, more
 
     env = make_env(make_fake(), tokenizer_folder, NotFinite)
     _, client = memory_broker()
     async with client:
         await client.begin_run(RunRequest(name="run", batch_size=32, max_token_length=512, num_steps=3))
         status = await serve_until(env, client, lambda shown: shown["dropped_groups"].get("refused"))
-    assert "scores" in status["environments"][0]["latest_drop"]["explanation"]
+    assert "advantages" in status["environments"][0]["latest_drop"]["explanation"]
 
 
 async def serve_until(env, client, enough):

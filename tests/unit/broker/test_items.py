@@ -84,6 +84,19 @@ def test_each_run_begins_with_item_0_and_a_resumed_one_goes_on(broker, env):
     assert lease(broker, env, 2, call=3) == [0, 1]
 
 
+@pytest.mark.parametrize("process", ["first", "second"])
+def test_a_run_that_is_resumed_after_another_one_goes_on_with_its_items(broker, env, process):
+    lease(broker, env, 4)
+    lease(broker, env, 0, call=2, finished=[0, 2])
+    broker.begin(name="another", take_over=True)
+    assert lease(broker, env, 2, call=3) == [0, 1]
+    broker.restart()
+    broker.register()
+    broker.begin(resume=True, take_over=True)
+    assert lease(broker, env, 3, call=4, process=process) == [1, 3, 4]
+    assert items_of(broker, env).finished == 2
+
+
 def test_a_restarted_environment_keeps_its_items(broker, env):
     lease(broker, env, 3)
     assert broker.register() == env

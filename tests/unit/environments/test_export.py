@@ -137,6 +137,19 @@ def test_the_best_of_a_group_are_chosen(group, tokenizer):
     assert next(sft_lines(group, SftOptions(save_messages=True), None))["messages"][0]["content"] == "0"
 
 
+def test_rows_of_absent_rollouts_are_no_examples(group, tokenizer):
+    """Their score is the mean of the others, and they have no text."""
+    rows = len(group["scores"])
+    whole = {
+        **group,
+        **{key: [*group[key], group[key][0][:1]] for key in ("tokens", "masks")},
+        "scores": [*group["scores"], 0.9],
+        "overrides": [None] * rows + [{"absent": True}],
+    }
+    for lines, options in ((sft_lines, SftOptions()), (dpo_lines, DpoOptions(minimum_score_diff_max_min=0.1))):
+        assert list(lines(whole, options, tokenizer)) == list(lines(group, options, tokenizer))
+
+
 def test_pairs_share_a_prompt_and_no_rollout_is_in_two(group, tokenizer):
     lines = list(dpo_lines(group, DpoOptions(), tokenizer))
     assert [line["score"] for line in lines] == [2.0]

@@ -242,6 +242,7 @@ def test_flat_rewards_are_hinted_at_by_the_share_of_what_their_range_allows():
     assert low_variance_hint([0.1, 1.0]) is None, "half of the range from 0 to 1, also if no range is declared"
     assert low_variance_hint([0.4, 0.6], score_range=ScoreRange(0.3, 0.7)) is not None
     assert low_variance_hint([-2.0, 2.0]) is None
+    assert low_variance_hint([-2.0, 2.0], score_range=ScoreRange(-math.inf, math.inf)) is None
     assert low_variance_hint([-0.5, 0.5]) is not None
     assert low_variance_hint([1.0]) is None
 

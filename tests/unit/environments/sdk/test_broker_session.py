@@ -10,6 +10,7 @@ from atropos_api.client import BrokerRefused, BrokerUnreachable
 from atropos_api.wire.groups import Group
 from atropos_api.wire.messages import EnvironmentInfo, EnvironmentRequest, Pacing, SubmitAnswer
 from environments.sdk.runtime.broker_session import BrokerConnection
+from environments.sdk.runtime.items import GroupKey, LeasedItem
 
 pytestmark = pytest.mark.anyio
 
@@ -147,3 +148,26 @@ async def test_a_step_of_the_trainer_is_passed_on_once():
     for revision, step in ((1, 0), (2, 1), (3, 1), (4, 3)):
         link._adopt(pacing(revision, step=step), authoritative=True)
     assert steps == [1, 3]
+
+
+async def test_a_group_for_a_run_that_the_broker_forgot_costs_that_group_and_not_the_server():
+    forgot = BrokerRefused({"type": "https://x/unknown-run", "detail": "no run has the id 'run-1'"}, 404)
+    client = ScriptedClient(forgot)
+    refused, ended = [], []
+    link = BrokerConnection(
+        client, EnvironmentRequest(name="e", group_size=2, max_token_length=16), wait_timeout_seconds=5
+    )
+    link.on_refused = lambda one, _: refused.append(one.tokens[0][0])
+    link.on_item_group = ended.append
+    await link.register()
+    items = [LeasedItem("run-1", 0), LeasedItem("run-2", 0)]
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(link.keep_submitting)
+            for number, item in enumerate(items):
+                link.hand_in(group(number), GroupKey(item, f"{item.run_id}/item-0/0"))
+            await link.flush()
+            await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+    assert (refused, ended) == ([0], items)
+    assert list(client.taken) == ["run-2/item-0/0"]

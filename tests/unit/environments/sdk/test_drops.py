@@ -1,6 +1,7 @@
 """Dropped groups are counted by reason, and logged after the first eight and every half minute, never silently."""
 
 import logging
+import math
 
 import pytest
 
@@ -134,7 +135,7 @@ def collector(tokenizer_folder):
     )
     env = Numbers(config, [])
     rules = GroupRules(group_size=2, max_token_length=16, ensure_scores_are_not_same=True)
-    return RolloutRunner(env, Delivery(env, lambda: rules, send=lambda _, __: None))
+    return RolloutRunner(env, Delivery(env, lambda: rules, send=lambda *_: None))
 
 
 @pytest.mark.parametrize(
@@ -143,12 +144,14 @@ def collector(tokenizer_folder):
         ([0.0, 1.0], {}),
         ([0.0, 0.0], {"equal-scores": 1}),
         ([0.0, 1.0, 2.0], {"group-size": 1}),
+        ([0.0, math.nan], {"not-finite": 1}),
+        ([math.inf, math.inf], {"not-finite": 1}),
         (None, {"no-group": 1}),
         ([], {"group-size": 1}),
         (ItemDropped("no room"), {"no-group": 1}),
         (ExceptionGroup("tasks", [ItemDropped("no room")]), {"no-group": 1}),
         (ValueError("mistake"), {"failed": 1}),
-        (TimeoutError(), {"timed-out": 1}),
+        (TimeoutError("a tool's own limit"), {"failed": 1}),
         ((None, None), {"no-group": 2}),
     ],
     ids=repr,

@@ -1,6 +1,10 @@
 """The page of an evaluation shows the worst samples first, whatever form they have, in the style of all pages."""
 
+import json
 import re
+from pathlib import Path
+
+import numpy as np
 
 from environments.sdk.evaluation_page import MOST_SAMPLES, render_evaluation
 from environments.sdk.reporting import EvaluationResult
@@ -53,3 +57,22 @@ def test_an_evaluation_writes_its_page_beside_its_samples(tmp_path):
     result.write(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.json", "samples.jsonl", "samples.html"}
     assert "<h1>mine at step 40</h1>" in (tmp_path / "samples.html").read_text()
+
+
+def test_numbers_of_numpy_and_other_objects_are_written_like_plain_ones(tmp_path):
+    sample = {"score": np.float32(0.5), "ids": np.arange(2), "when": Path("x"), "text": "half a pair \ud83d"}
+    result = EvaluationResult(
+        metrics={"eval/accuracy": np.float64(0.5), "eval/count": np.int64(3)},
+        task_name="t",
+        model_name="m",
+        seconds=1.0,
+        generation_parameters={},
+        samples=[sample],
+    )
+    result.write(tmp_path)
+    assert json.loads((tmp_path / "samples.jsonl").read_text()) == {**sample, "score": 0.5, "ids": [0, 1], "when": "x"}
+    metrics = json.loads((tmp_path / "metrics.json").read_text())["results"]["all"]
+    assert metrics == {"eval/accuracy": 0.5, "eval/count": 3}
+    page = (tmp_path / "samples.html").read_text(encoding="utf-8")
+    assert "half a pair ⟨U+D83D⟩" in page
+    assert ">0.5</span>" in titles(page)[0]

@@ -1,5 +1,6 @@
 """Groups before they are sent: aligned, complete, and rejected only for a reason."""
 
+import numpy as np
 import pytest
 
 from atropos_api.wire.columns_groups import encode_submission
@@ -135,6 +136,7 @@ def test_groups_of_any_scheduled_size_may_be_sent_and_of_no_other():
 
 def test_one_advantage_for_a_rollout_stands_for_all_its_tokens():
     assert convert(advantages=[1, 0.5]).advantages == [[1.0] * 3, [0.5] * 3]
+    assert convert(advantages=np.array([1, 0.5], np.float32)).advantages == [[1.0] * 3, [0.5] * 3]
     assert convert(advantages=[[1.0, 2.0, 3.0]] * 2).advantages == [[1.0, 2.0, 3.0]] * 2
 
 

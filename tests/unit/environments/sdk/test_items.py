@@ -102,3 +102,13 @@ async def test_a_broker_without_the_route_is_not_asked_again():
     assert not leases.supported
     await leases.close()
     assert len(broker.asked) == 1
+
+
+async def test_items_of_the_run_before_that_were_not_begun_are_forgotten():
+    broker = Leasing(leased(0, 1, 2), leased(0, run="next"))
+    leases = ItemLeases(broker)
+    begun = await leases.take()
+    leases.keys(begun, 1)
+    leases.forget_unbegun("next")
+    assert await leases.take() == LeasedItem("next", 0)
+    leases.acknowledge(begun)

@@ -1,6 +1,7 @@
 """Open groups are reported by name, with what is done and what they do now, so that a watcher can name a straggler."""
 
 import anyio
+import msgspec
 import pytest
 
 from environments.sdk.members import MemberRule, Members
@@ -13,7 +14,7 @@ from environments.sdk.progress import (
     note_sequences_done,
 )
 from environments.sdk.rollout_metrics import RolloutMetrics
-from environments.sdk.runtime.activity import describe_activity, public_url
+from environments.sdk.runtime.activity import _describe_group, describe_activity, public_url
 
 
 class Clock:
@@ -167,3 +168,10 @@ def test_an_item_is_named_in_a_few_words(item, name):
 
 def test_a_servers_address_is_reported_without_its_password():
     assert public_url("http://user:secret@host:9001/v1") == "http://host:9001/v1"
+
+
+def test_half_a_surrogate_pair_in_data_or_a_tools_output_can_be_reported(groups):
+    with groups.collecting({"question": "cut off \ud83d"}, 4) as progress:
+        note_event("printed \ud83d")
+        reported = msgspec.json.decode(msgspec.json.encode(_describe_group(progress, progress.began_at)))
+    assert (reported["name"], reported["last_event"]) == ("cut off \\ud83d", "printed \\ud83d")

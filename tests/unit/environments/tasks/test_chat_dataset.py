@@ -185,6 +185,7 @@ def test_a_lazy_file_may_begin_with_a_byte_order_mark_and_hold_line_separators(t
         {"prompt": "", "answer": "1"},
         {"prompt": None},
         {"prompt": " \n"},
+        {"prompt": float("nan")},
         {"messages": []},
         {"messages": [{"role": "user", "content": " "}]},
     ],
@@ -199,3 +200,30 @@ def test_rows_with_an_empty_prompt_are_left_out_and_counted(tmp_path, caplog, em
         chat_dataset.load_rows(path, "train")
     with pytest.raises(DataUnusable, match="is empty; fill it in"):
         chat_dataset.make_row(empty, "here")
+
+
+def test_keys_that_are_null_in_a_message_are_not_keys_of_it(tmp_path):
+    """A column of Parquet gives each message the keys of all, and a template asks only which keys a message has."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    rows = [
+        {"messages": [{"role": "user", "content": "1+1?"}]},
+        {"messages": [{"role": "user", "content": "2?", "name": "ann"}, {"role": "assistant", "content": "3"}]},
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "2"}]},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "chats.parquet")
+    read = chat_dataset.load_rows(tmp_path / "chats.parquet", "train")
+    assert [list(row.messages) for row in read] == [rows[0]["messages"], rows[1]["messages"][:1], rows[2]["messages"]]
+
+
+def test_a_number_that_is_missing_is_no_reference():
+    """Pandas writes NaN for it, in Parquet as in JSON."""
+    rows = [{"prompt": "p", "answer": float("nan"), "solution": "7"}, {"prompt": "p", "answer": float("nan")}]
+    assert [chat_dataset.make_row(row, "here").answer for row in rows] == ["7", ""]
+
+
+@pytest.mark.parametrize("line", ['{"prompt": ' + "[" * 100_000, '{"prompt": "p", "n": ' + "9" * 5000 + "}", "{"])
+def test_a_line_that_python_cannot_read_is_named(tmp_path, line):
+    path = tmp_path / "d.jsonl"
+    path.write_text(line)
+    with pytest.raises(DataUnusable, match=r"d\.jsonl:1: not a JSON object"):
+        chat_dataset.load_rows(path, "train")

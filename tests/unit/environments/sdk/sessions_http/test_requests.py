@@ -315,3 +315,28 @@ async def test_code_in_process_is_refused_alike(make_manager):
         with pytest.raises(SamplingNotTrainable):
             await session.chat_completion(messages=[USER], temperature=0.0)
     assert manager.fake.requests == []
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"model": "\xff"}', b"[]", b'{"messages": ' + b"[" * 100_000], ids=range(4))
+async def test_a_body_that_is_no_json_object_is_refused_as_the_clients_mistake(make_manager, inside, body):
+    async with inside(make_manager()) as (_session, http):
+        answer = await http.post("chat/completions", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert "not a JSON object" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": "", "tool_calls": 5},
+        {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": []}]},
+        {"role": "tool", "content": "2", "tool_call_id": {}},
+        {"role": "user", "content": [{"type": [], "text": "hi"}]},
+    ],
+    ids=range(4),
+)
+async def test_a_malformed_message_is_refused_as_the_clients_mistake(make_manager, inside, message):
+    async with inside(make_manager("1")) as (_session, http):
+        status, body = await post(http, messages=[USER, message])
+    assert status == 400
+    assert body["error"]["param"].startswith("messages[1]")

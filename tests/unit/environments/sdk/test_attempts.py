@@ -1,0 +1,81 @@
+"""An attempt at an item has a time limit, and what it sends goes whole or not at all."""
+
+import anyio
+import pytest
+
+from environments.sdk.rehearsal import Rehearsal
+from environments.sdk.runtime.rollouts import DrawnItem
+from tests.unit.environments.sdk.test_surface import Env, collector_of
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize("slow", ["collect_trajectories", "postprocess_histories"])
+async def test_a_worker_that_takes_too_long_is_stopped_and_its_item_dropped(tmp_path, caplog, slow):
+    async def wait(*_):
+        await anyio.sleep(60)
+
+    async with Rehearsal(Env, ["x"], tmp_path, worker_timeout=0.5) as rehearsal:
+        collector, sent = await collector_of(rehearsal.env)
+        setattr(rehearsal.env, slow, wait)
+        with anyio.fail_after(20):
+            assert await collector.collect(DrawnItem(1)) == 0
+        assert rehearsal.env.dropped_groups.counts == {"timed-out": 1}
+    assert sent == []
+    assert "given up after attempt 1: RolloutTimedOut: it took longer than 0.5 s" in caplog.text
+
+
+async def test_a_time_limit_of_the_environments_own_code_is_a_failure_like_others(tmp_path):
+    class Flaky(Env):
+        calls = 0
+
+        async def collect_trajectories(self, item):
+            self.calls += 1
+            if self.calls == 1:
+                raise TimeoutError("the tool did not answer")
+            return await super().collect_trajectories(item)
+
+    async with Rehearsal(Flaky, ["x"], tmp_path, worker_timeout=60) as rehearsal:
+        collector, sent = await collector_of(rehearsal.env)
+        assert await collector.collect(DrawnItem(1)) == 1
+    assert len(sent) == 1
+
+
+async def test_a_group_that_cannot_be_saved_keeps_the_item_whole_and_none_of_it_is_sent_twice(tmp_path):
+    class Two(Env):
+        async def collect_trajectories(self, item):
+            group, _ = await super().collect_trajectories(item)
+            return [group, group], []
+
+    config = {"data_path_to_save_groups": str(tmp_path / "groups.jsonl")}
+    async with Rehearsal(Two, ["x"], tmp_path, **config) as rehearsal:
+        collector, sent = await collector_of(rehearsal.env)
+        append, calls = collector._delivery.file.append, []
+
+        def append_to_full_disk(group):
+            calls.append(group)
+            if len(calls) == 2:
+                raise OSError("no space is left")
+            append(group)
+
+        collector._delivery.file.append = append_to_full_disk
+        assert await collector.collect(DrawnItem(1)) == 2
+        collector._delivery.close()
+    assert len(calls) == 4
+    assert len(sent) == 2
+
+
+async def test_what_fails_after_a_delivery_sends_nothing_twice(tmp_path):
+    class Late(Env):
+        calls = 0
+
+        async def handle_send_to_api(self, scored_data, item=None, *rest):
+            await super().handle_send_to_api(scored_data, item, *rest)
+            self.calls += 1
+            if self.calls == 1:
+                raise OSError("after the delivery")
+
+    async with Rehearsal(Late, ["x"], tmp_path) as rehearsal:
+        collector, sent = await collector_of(rehearsal.env)
+        assert await collector.collect(DrawnItem(7)) == 1
+    assert [group.scores for group in sent] == [[7.0, 0.0]]
