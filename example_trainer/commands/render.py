@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from atropos_api.common.cliconfig import ConfigError, load_config, nearest
+from atropos_api.common.cliconfig import ConfigError, load_config, nearest, read_yaml
 from atropos_api.common.secrets import redact
 from example_trainer.launcher.endpoints import differing
 from example_trainer.launcher.placement.choice import check_fits, roles_of
@@ -88,7 +87,7 @@ def _render(kind: str, path: Path, settings: RunSettings, options: RenderOptions
 
 def _public_content(path: Path) -> dict[str, Any]:
     """Return what the run file holds, without comments; raise `ConfigError` if a secret is in it."""
-    content: dict[str, Any] = as_plain_data(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+    content: dict[str, Any] = as_plain_data(read_yaml(path) or {})
     if secret := differing(content, redact(content)):
         section, held = next(iter(secret.items()))
         key = f"{section}.{next(iter(held))}" if isinstance(held, dict) else section

@@ -65,6 +65,7 @@ def read_environments(
     _refuse_shared(flags["env"], len(listed))
     entries: list[EnvironmentSettings] = []
     remarks: list[str] = [] if listed or chosen is None else _unused(chosen, preset)
+    remarks += [] if sections.get("environments") is None else _overlooked(sections)
     for number, entry in enumerate(listed, 1):
         name = f"environment-{number}" if len(listed) > 1 else "environment"
         server, in_file = _server_of(entry, flags["env"], chosen if may_choose else None, name=name)
@@ -83,6 +84,12 @@ def read_environments(
             )
         )
     return tuple(entries), tuple(remarks)
+
+
+def _overlooked(sections: Mapping[str, Any]) -> list[str]:
+    """Return a remark on the sections that describe the one environment of a file, beside a list of environments."""
+    given = [name for name in ("env", "openai") if sections.get(name)]
+    return [f"{' and '.join(given)}: no effect, since each entry of environments has its own"] if given else []
 
 
 def _refuse_shared(flags: Mapping[str, Any], count: int) -> None:

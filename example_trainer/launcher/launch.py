@@ -158,7 +158,7 @@ class Launch:
         if self.settings.trainer.ref_model is not None:
             _require(self.settings.trainer.ref_model, "--ref-model")
         run = self.run.reserve()
-        with locked(run.root):
+        with locked({"--run-dir": run.root, "--save-path": self.settings.trainer.save_path}):
             self.run = run.create()
             adopt_orphans()
             with (
@@ -284,7 +284,8 @@ class Launch:
         while waiting:
             stop.raise_if_requested()
             rows = feed.poll()  # before failures are judged: what a program has written shows that it was ready
-            for failure in restarts.note_failures(never_ready(plan, snapshot), apart=fleet.unsettled):
+            unready = never_ready(plan, snapshot)
+            for failure in restarts.note_failures(unready, apart=fleet.unsettled, give_up=fleet.give_up):
                 self.notes.append(failure)
                 snapshot.phase = failure
                 view.update(snapshot, ())

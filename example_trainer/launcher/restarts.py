@@ -29,6 +29,10 @@ _SIGNALS_OF_CHANCE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, s
 """Signals that come from outside: they say nothing about the program."""
 
 
+GiveUp = Callable[[SupervisedProgram, str], str | None]
+"""Ends a program that no restart can mend, for this reason, if the run can go on without it: it then returns a line."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartBudget:
     """The number of restarts that each program has within a window of time."""
@@ -84,19 +88,30 @@ class Restarts:
         """Do not start a program again, if its restart is planned."""
         self._pending.pop(name, None)
 
-    def note_failures(self, never_ready: Collection[str], *, apart: Collection[str] = ()) -> list[str]:
+    def note_failures(
+        self,
+        never_ready: Collection[str],
+        *,
+        apart: Collection[str] = (),
+        give_up: GiveUp = lambda _child, _why: None,
+    ) -> list[str]:
         """End what is left of each failed program and plan its restart; return a line for each.
 
-        Raises `ChildFailed` if a restart cannot mend one of the failures. `never_ready` names the programs that have
-        not been ready yet: if one of these exits by itself, its settings do not work. Those in `apart` may fail.
+        Raises `ChildFailed` if a restart cannot mend one of the failures, unless `give_up` goes on without the program.
+        `never_ready` names the programs that have not been ready yet: if one of these exits by itself, its settings do
+        not work. Those in `apart` may fail.
         """
         failed = [child for child in self._supervisor.failed() if child.name not in apart]
         lines = []
         for child in failed:
             final = self._final_cause(child, never_ready)
-            if final is not None:
+            if final is None:
+                lines.append(self._plan_restart(child))
+            elif (line := give_up(child, final)) is not None:
+                self._histories.pop(child.name, None)  # a program that is asked for later under this name is another
+                lines.append(line)
+            else:
                 raise self._supervisor.failure(failed, note=final)
-            lines.append(self._plan_restart(child))
         return lines
 
     def due(self) -> list[tuple[ChildSpec, int]]:

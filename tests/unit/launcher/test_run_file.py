@@ -96,6 +96,16 @@ def test_a_port_or_file_for_one_environment_is_refused_for_several(tmp_path: Pat
     assert len(read_settings([*argv, "--env.metrics_port", "0", "--env.group_size", "4"]).environments) == 2
 
 
+def test_sections_of_one_environment_beside_a_list_of_them_are_remarked_on(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "trainer: {model_name: m}\nenv: {server: a.py}\nopenai: {timeout: 3}\nenvironments: [{file: b.py}]\n"
+    )
+    settings = read_settings(["--config", str(path)])
+    assert [entry.server for entry in settings.environments] == ["b.py"]
+    assert "env and openai: no effect, since each entry of environments has its own" in settings.remarks
+
+
 def test_section_flags_keep_the_form_in_which_they_were_typed() -> None:
     own, flags = split_section_flags(
         [
@@ -162,6 +172,13 @@ def test_mistakes_on_the_command_line_are_told_with_the_remedy(argv: list[str], 
         ("trainer: {model_name: m}\nmodes: {shared_vllm: [1]}\n", "section 'modes' takes settings by weight bridge"),
         ("trainer: {model_name: m}\nmodes: [1]\n", "section 'modes' takes settings by weight bridge mode, got [1]"),
         ("trainer: {model_name: m}\nenv: {group_size: 3}\n", "names no environment server"),
+        ("environments: [{file: f.py, evn: {}}]\ntrainer: {model_name: m}\n", "'evn' in entry 1, did you mean env?"),
+        ("environments: [{file: f.py}, {group_size: 4}]\ntrainer: {model_name: m}\n", "belong under env"),
+        ("trainer: {model_name: m}\nmodes: {lora_onli: {lr: 1}}\n", "mode 'lora_onli', did you mean lora_only?"),
+        ("trainer: {model_name: m}\nmodes: {lora_only: {lrr: 1}}\n", "modes.lora_only: unknown key 'lrr'"),
+        ("trainer: {model_name: m}\nmodes_on_gpu: {none: {lrr: 1}}\n", "modes_on_gpu.none: unknown key 'lrr'"),
+        ("trainer: {model_name: m}\nenv: {server: a.py}\nenv: {server: b.py}\n", "YAML: 'env' twice"),
+        ("trainer: {model_name: m}\nenv:\n  seed: 1\n  seed: 2\n", "YAML: 'seed' twice in"),
     ],
 )
 def test_mistakes_in_a_run_file_are_told_with_the_remedy(tmp_path: Path, text: str, told: str) -> None:
