@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from example_trainer.launcher.base_model import (
 )
 from example_trainer.launcher.data_use import write_data_use
 from example_trainer.launcher.endpoints import Endpoints, broker_token, settle_endpoints
+from example_trainer.launcher.environment_check import LAUNCH_SECONDS, EnvironmentCheck
 from example_trainer.launcher.environment_settings import require_fillable
 from example_trainer.launcher.fleet import Fleet
 from example_trainer.launcher.fleet_plan import FleetRecord, limits_of
@@ -171,17 +172,25 @@ class Launch:
         self, endpoints: Endpoints, model: str, teacher: str | None, placement: Placement, stop: StopRequest
     ) -> Summary:
         variables = passed_variables(self.settings.placement, os.environ)
-        with SeatedSupervisor(self.run.logs, placement, variables=variables) as supervisor:
+        planned = partial(make_plan, self.settings, self.run, endpoints, programs=self.programs)
+        with (
+            SeatedSupervisor(self.run.logs, placement, variables=variables) as supervisor,
+            EnvironmentCheck(self.settings, planned(model=model, teacher_model=teacher)) as check,
+        ):
+
+            def go_on() -> None:
+                stop.raise_if_requested()
+                check.refuse_unusable()
+
             view = LastingView(make_view(self.settings.trainer.view))
             snapshot = self._snapshot()
             try:
-                self._place(supervisor, snapshot, view, stop)
-                make = partial(self._make_if_local, supervisor=supervisor, snapshot=snapshot, view=view, stop=stop)
+                self._place(supervisor, snapshot, view, go_on)
+                make = partial(self._make_if_local, supervisor=supervisor, snapshot=snapshot, view=view, go_on=go_on)
                 model = make(model, "base model")
                 teacher = None if teacher is None else make(teacher, "teacher's model")
-                plan = make_plan(
-                    self.settings, self.run, endpoints, model=model, teacher_model=teacher, programs=self.programs
-                )
+                check.refuse_unusable(limit_seconds=LAUNCH_SECONDS)
+                plan = planned(model=model, teacher_model=teacher)
                 self._record(plan, supervisor)
                 if self.settings.trainer.load_in_4bit:
                     discard_other_base(self.run.root, model, self.settings.trainer.dtype)
@@ -192,11 +201,11 @@ class Launch:
             finally:
                 view.close()
 
-    def _place(self, supervisor: SeatedSupervisor, snapshot: Snapshot, view: View, stop: StopRequest) -> None:
+    def _place(self, supervisor: SeatedSupervisor, snapshot: Snapshot, view: View, go_on: Callable[[], None]) -> None:
         """Have every role placed before anything starts, so that a run that does not fit leaves nothing behind."""
 
         def wait() -> None:
-            stop.raise_if_requested()
+            go_on()
             snapshot.phase = "waiting for places"
             view.update(snapshot, ())
 
@@ -209,7 +218,14 @@ class Launch:
         )
 
     def _make_if_local(
-        self, name: str, what: str, *, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest
+        self,
+        name: str,
+        what: str,
+        *,
+        supervisor: Supervisor,
+        snapshot: Snapshot,
+        view: View,
+        go_on: Callable[[], None],
     ) -> str:
         """Return the model's name, or its path after running the program that finds or makes a tiny model."""
         base = local_base(name)
@@ -219,7 +235,7 @@ class Launch:
         begun = time.monotonic()
 
         def tick() -> None:
-            stop.raise_if_requested()
+            go_on()
             making = time.monotonic() - begun > CACHE_LOOKUP_SECONDS
             snapshot.phase = f"making the {what} (about a minute, once)" if making else f"looking for the {what}"
             view.update(snapshot, ())
