@@ -1,6 +1,6 @@
 """The progress of a running launch: `Feed` reads it into a `Snapshot`, from which its phase is told.
 
-A snapshot holds the milestones, the steps trained so far, and the broker's status. Everything is read from outside:
+A snapshot holds the milestones, the newest steps, and the broker's status. Everything is read from outside:
 health endpoints, the broker's `/v1/status`, and the lines that the trainer appends to `metrics.jsonl`. One poll costs
 well under a millisecond, so that watching a run does not slow it down. `views` shows snapshots.
 """
@@ -31,6 +31,8 @@ SILENCE_SECONDS = 60.0
 STATUS_INTERVAL_SECONDS = 1.0
 READINESS_INTERVAL_SECONDS = 0.25
 STALLED_SECONDS = 30.0
+KEPT_ROWS = 200
+"""Newest steps of a snapshot: a view shows at most 60, and all steps of a run of days would fill the memory."""
 
 
 class Endpoint:
@@ -100,6 +102,7 @@ class Snapshot:
     page_url: str = ""
     """Address of the broker's live page; empty before the programs are planned."""
     rows: list[dict[str, Any]] = field(default_factory=list)
+    """The newest steps, the last one trained at the end."""
     signs: list[dict[str, Any]] = field(default_factory=list)
     """Signs of trouble as the trainer wrote them, in the order of their appearance."""
     status: Mapping[str, Any] = field(default_factory=dict)
@@ -121,14 +124,14 @@ class Snapshot:
         return list(explain_drops(self.status))
 
     def series(self, name: str) -> list[float]:
-        """Return all values of a metric so far, in the order of the steps."""
+        """Return the values of a metric in the newest steps, in their order."""
         return [float(row[name]) for row in self.rows if isinstance(row.get(name), int | float)]
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append steps; a trainer that has resumed trains some again, and their first rows are dropped."""
         if rows:
             first = rows[0].get(names.STEP, 0)
-            self.rows = [*(row for row in self.rows if row.get(names.STEP, 0) < first), *rows]
+            self.rows = [*(row for row in self.rows if row.get(names.STEP, 0) < first), *rows][-KEPT_ROWS:]
 
     def reach(self, milestone: str) -> None:
         if self.milestones.get(milestone, 0.0) is None:

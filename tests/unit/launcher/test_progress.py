@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from atropos_api.common.cliconfig import ConfigError
-from example_trainer.launcher.progress import Endpoint, Feed, Snapshot, silent_environments
+from example_trainer.launcher.progress import KEPT_ROWS, Endpoint, Feed, Snapshot, silent_environments
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.launcher.views import LastingView, PlainView, make_view, render, sparkline
 from example_trainer.monitoring.trackers import MetricsTail
@@ -75,6 +75,15 @@ def test_rows_of_an_earlier_attempt_can_be_passed_over(tmp_path: Path) -> None:
     tail = MetricsTail(path, from_end=True)
     write_rows(path, 3)
     assert [row["step"] for row in tail.read()] == [3]
+
+
+def test_of_a_run_of_days_the_newest_steps_are_kept_and_those_trained_again_are_replaced(tmp_path: Path) -> None:
+    state = snapshot(tmp_path)
+    for step in range(1, 5 * KEPT_ROWS):
+        state.add([{"step": step, "reward/mean": float(step)}])
+    assert (len(state.rows), state.step) == (KEPT_ROWS, 5 * KEPT_ROWS - 1)
+    state.add([{"step": state.step - 2, "reward/mean": 0.0}])
+    assert [row["reward/mean"] for row in state.rows[-2:]] == [float(state.step - 1), 0.0]
 
 
 def test_milestones_are_reached_as_servers_answer(tmp_path: Path, broker_url: str) -> None:
