@@ -59,7 +59,14 @@ from example_trainer.launcher.progress import (
     reached,
 )
 from example_trainer.launcher.restarts import RestartBudget, Restarts
-from example_trainer.launcher.run_dir import RunDir, plan_run_dir, reporting_flag, write_json, write_yaml
+from example_trainer.launcher.run_dir import (
+    RunDir,
+    plan_run_dir,
+    refuse_other_checkpoints,
+    reporting_flag,
+    write_json,
+    write_yaml,
+)
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig, RunSettings
 from example_trainer.launcher.run_lock import locked
 from example_trainer.launcher.run_report import report_line
@@ -368,6 +375,9 @@ def plan_launch(settings: RunSettings) -> Launch:
     if "atropos_url" not in config.model_fields_set:  # else other environments may fill a batch
         require_fillable(settings.environments, settings.flags["env"].values, config.sequences_per_batch)
     run = plan_run_dir(config.run_dir, name=config.name, log_dir=config.log_dir, resume=config.resume is not None)
+    if config.resume is None:
+        flag = "--run-dir" if config.save_path is None else "--save-path"
+        refuse_other_checkpoints(config.save_path or run.root, flag)
     return Launch(settings=settings, run=run)
 
 

@@ -18,7 +18,7 @@ from example_trainer.launcher.base_model import require_model, require_on_hub
 from example_trainer.launcher.environment_check import EnvironmentCheck
 from example_trainer.launcher.launch import dry_plan, plan_launch
 from example_trainer.launcher.plan import Programs
-from example_trainer.launcher.run_dir import DirectoryUnusable, plan_run_dir
+from example_trainer.launcher.run_dir import DirectoryUnusable, RunDirectoryInUse, plan_run_dir
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.processes.ports import NoPort
 from example_trainer.run import describe
@@ -73,6 +73,14 @@ def test_the_launcher_names_the_log_directory_that_it_cannot_write(occupied: Pat
     run = plan_run_dir(tmp_path / "run", name="x", log_dir=occupied / "logs", resume=False)
     with pytest.raises(DirectoryUnusable, match="--log-dir"):
         run.create()
+
+
+def test_a_new_run_among_the_checkpoints_of_another_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "saved" / "checkpoint-500").mkdir(parents=True)
+    argv = ["--model-name", "org/model", "--run-dir", str(tmp_path / "run"), "--save-path", str(tmp_path / "saved")]
+    with pytest.raises(RunDirectoryInUse, match=r"--save-path \S+/saved already holds checkpoint-500 of a run"):
+        plan_launch(read_settings(argv))
+    plan_launch(read_settings([*argv, "--resume", "auto"]))
 
 
 @pytest.mark.parametrize(
