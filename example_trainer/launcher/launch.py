@@ -41,7 +41,6 @@ from example_trainer.launcher.placement.seated_supervisor import SeatedSuperviso
 from example_trainer.launcher.plan import (
     BROKER,
     FINAL_SERVER,
-    LATEST_CHECKPOINT,
     TRAINER,
     VLLM,
     Plan,
@@ -58,7 +57,7 @@ from example_trainer.launcher.progress import (
     phase_of,
     reached,
 )
-from example_trainer.launcher.restarts import RestartBudget, Restarts
+from example_trainer.launcher.restarts import RestartBudget, Restarts, resuming
 from example_trainer.launcher.run_dir import (
     RunDir,
     plan_run_dir,
@@ -67,7 +66,7 @@ from example_trainer.launcher.run_dir import (
     write_json,
     write_yaml,
 )
-from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig, RunSettings
+from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings
 from example_trainer.launcher.run_lock import locked
 from example_trainer.launcher.run_report import report_line
 from example_trainer.launcher.summary import Summary, summarise, write_rollout_pages
@@ -85,7 +84,6 @@ CACHE_LOOKUP_SECONDS = 2.0
 
 # After the environments have ended, the trainer may still write its last checkpoint; beyond this it waits in vain.
 TRAINER_LAG_SECONDS = 120.0
-RESUME_FLAG = "--resume"
 SETTLED_HERE = ("model_name", "atropos_url", "vllm_port", "inference_urls")
 """Settings of the trainer whose values the launcher determines."""
 
@@ -423,20 +421,6 @@ def resolved(settings: RunSettings, plan: Plan) -> dict[str, object]:
             for spec in plan.children
         },
     }
-
-
-def resuming(spec: ChildSpec, config: RunConfig, run_dir: Path, launched_at: float) -> ChildSpec:
-    """Return a program as it is started again: the trainer continues from the run's newest checkpoint."""
-    if spec.name != TRAINER:
-        return spec
-    first = spec.command[:-2] if RESUME_FLAG in spec.command else spec.command
-    if config.resume in {None, "auto"}:
-        return replace(spec, command=(*first, RESUME_FLAG, "auto"))
-    # Others in the folder may be newer than the one that the user has gone back to, so `auto` would be wrong.
-    latest = (config.save_path or run_dir) / LATEST_CHECKPOINT
-    if latest.exists() and latest.lstat().st_mtime >= launched_at:
-        return replace(spec, command=(*first, RESUME_FLAG, str(latest.resolve())))
-    return spec
 
 
 def _told_servers(spec: ChildSpec, fleet: Fleet) -> ChildSpec:

@@ -13,13 +13,16 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from example_trainer.launcher.plan import LATEST_CHECKPOINT, TRAINER
+from example_trainer.launcher.run_file import RunConfig
 from example_trainer.launcher.supervisor import EXPLAINED_IN_ONE_LINE, FAILURE_GRACE_SECONDS, Supervisor, describe_end
 from example_trainer.processes.child import ChildSpec, SupervisedProgram, reason
 
 SAME_FAILURES = 3
+RESUME_FLAG = "--resume"
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 30.0
 _LACKS_MEMORY = re.compile(
@@ -175,3 +178,17 @@ def count_kernel_kills(path: Path = Path("/proc/vmstat")) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def resuming(spec: ChildSpec, config: RunConfig, run_dir: Path, launched_at: float) -> ChildSpec:
+    """Return a program as it is started again: the trainer continues from the run's newest checkpoint."""
+    if spec.name != TRAINER:
+        return spec
+    first = spec.command[:-2] if RESUME_FLAG in spec.command else spec.command
+    if config.resume in {None, "auto"}:
+        return replace(spec, command=(*first, RESUME_FLAG, "auto"))
+    # Others in the folder may be newer than the one that the user has gone back to, so `auto` would be wrong.
+    latest = (config.save_path or run_dir) / LATEST_CHECKPOINT
+    if latest.exists() and latest.lstat().st_mtime >= launched_at:
+        return replace(spec, command=(*first, RESUME_FLAG, str(latest.resolve())))
+    return spec

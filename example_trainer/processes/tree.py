@@ -79,7 +79,7 @@ def describe(process: psutil.Process) -> str:
 
 
 def find_tree(roots: Iterable[psutil.Process], mark: str) -> list[psutil.Process]:
-    """Return the running ones of `roots`, their descendants, and those with a mark that begins so; never this process."""
+    """Return the running ones of `roots`, their descendants, and those with a mark of that beginning; not this one."""
     found = {process.pid: process for process in _marked(mark)}
     for root in roots:
         with contextlib.suppress(psutil.Error):
