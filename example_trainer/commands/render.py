@@ -21,6 +21,9 @@ from example_trainer.launcher.run_file import RunSettings, find_run_file, read_s
 KINDS = ("slurm", "kuberay")
 DESCRIPTION = "Print an sbatch script, or a ConfigMap and a RayJob for KubeRay, that runs a run file on Ray."
 
+LONGEST_NAME = 47
+"""The most characters of a RayJob's name: KubeRay adds to it what names its cluster, and its pods."""
+
 _TO_BE_TOLD = "head:6379"
 """Stands for the address of the head, which is known once the job runs."""
 
@@ -67,7 +70,7 @@ def _render(kind: str, path: Path, settings: RunSettings, options: RenderOptions
         cpus=options.cpus_per_node,
         gpus=gpus,
     )
-    name = "atropos-" + re.sub(r"[^a-z0-9]+", "-", settings.trainer.name.lower()).strip("-")[:40]
+    name = _job_name(settings.trainer.name)
     if kind == "slurm":
         run_dir = (options.run_dir or settings.trainer.run_dir or Path("runs") / settings.trainer.name).absolute()
         return render_slurm(
@@ -83,6 +86,11 @@ def _render(kind: str, path: Path, settings: RunSettings, options: RenderOptions
         claim=options.claim,
         deadline_seconds=options.deadline,
     )
+
+
+def _job_name(run_name: str) -> str:
+    """Return a name that Kubernetes takes: letters, digits and inner hyphens, of at most `LONGEST_NAME` characters."""
+    return f"atropos-{re.sub(r'[^a-z0-9]+', '-', run_name.lower())}"[:LONGEST_NAME].rstrip("-")
 
 
 def _public_content(path: Path) -> dict[str, Any]:
