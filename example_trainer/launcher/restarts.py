@@ -25,6 +25,9 @@ SAME_FAILURES = 3
 RESUME_FLAG = "--resume"
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 30.0
+COUNT_INTERVAL_SECONDS = 1.0
+FREEING_SECONDS = 60.0
+"""Time within which a process that the kernel kills has freed its memory, and ended."""
 _LACKS_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|\bMemoryError\b|No available memory for the cache blocks", re.IGNORECASE
 )
@@ -79,7 +82,8 @@ class Restarts:
         self._budget = budget
         self._clock = clock
         self._kernel_kills = kernel_kills or count_kernel_kills
-        self._killed_before = self._kernel_kills()
+        self._killed_before, self._killed_at = self._kernel_kills(), float("-inf")
+        self._counted_at = clock()
         self._histories: dict[str, _History] = {}
         self._pending: dict[str, _Pending] = {}
 
@@ -105,6 +109,8 @@ class Restarts:
         not work. Those in `apart` may fail.
         """
         failed = [child for child in self._supervisor.failed() if child.name not in apart]
+        if failed or self._clock() - self._counted_at >= COUNT_INTERVAL_SECONDS:
+            self._count_kernel_kills()
         lines = []
         for child in failed:
             final = self._final_cause(child, never_ready)
@@ -133,13 +139,19 @@ class Restarts:
         killed = code is None or code < 0
         if child.name in never_ready and not killed:
             return "it has never been ready, so its settings do not work here"
-        if code == -signal.SIGKILL and self._kernel_kills() > self._killed_before:
+        if code == -signal.SIGKILL and self._clock() - self._killed_at <= FREEING_SECONDS:
             return "the kernel has ended a process for lack of memory; see dmesg, and give the run more or ask for less"
         lines = child.last_lines()
         if not killed and any(_LACKS_MEMORY.search(line) for line in lines):
             return "it lacks memory; `atropos doctor --memory` tells what fits"
         by_chance = code is None or -code in _SIGNALS_OF_CHANCE
         return self._note(child, error="" if by_chance else f"{code} {reason(lines) or ''.join(lines[-1:])}")
+
+    def _count_kernel_kills(self) -> None:
+        """Note when the kernel last ended a process: it counts those of the whole host, of other containers as well."""
+        self._counted_at, count = self._clock(), self._kernel_kills()
+        if count > self._killed_before:
+            self._killed_before, self._killed_at = count, self._counted_at
 
     def _note(self, child: SupervisedProgram, error: str) -> str | None:
         """Record a failure in the program's history; return the reason if it was one too many."""
