@@ -35,7 +35,7 @@ from example_trainer.launcher.environment_check import LAUNCH_SECONDS, Environme
 from example_trainer.launcher.environment_settings import require_fillable
 from example_trainer.launcher.fleet import Fleet
 from example_trainer.launcher.fleet_plan import FleetRecord, limits_of
-from example_trainer.launcher.placement.choice import open_placement, passed_variables, roles_of
+from example_trainer.launcher.placement.choice import check_fits, open_placement, passed_variables, roles_of
 from example_trainer.launcher.placement.roles import Placement
 from example_trainer.launcher.placement.seated_supervisor import SeatedSupervisor
 from example_trainer.launcher.plan import (
@@ -367,6 +367,9 @@ def plan_launch(settings: RunSettings) -> Launch:
     refuse_unknown(config.vllm_settings.keys() - section.keys(), where="--vllm-settings")
     if (own := own_teacher(settings)) is not None:
         refuse_unknown({**own.vllm, **settings.flags[TEACHER_SERVER].values}, where=f"{TEACHER_SERVER}:")
+    if settings.placement.is_ray:
+        check_fits(settings)
+        passed_variables(settings.placement, os.environ)  # which refuses one that is not set
     refuse_missing_layers(config)
     if config.resume not in {None, "auto"} and not Path(config.resume).exists():
         raise ConfigError(f"--resume {config.resume}: no such directory; name a checkpoint-N directory, or auto")
