@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -83,8 +84,11 @@ class EnvironmentCheck:
     """The environments of one launch, asked from now on; leaving the context ends what has not answered."""
 
     def __init__(self, settings: RunSettings, plan: Plan) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="atropos-check-")
-        self._waiting = [ask_environment(entry, plan, Path(self._folder.name)) for entry in settings.environments]
+        self._held = ExitStack()
+        self._waiting: list[AskedEnvironment] = []
+        with suppress(OSError):  # no temporary directory, or a full disk: a dry run needs none
+            folder = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="atropos-check-")))
+            self._waiting += [ask_environment(entry, plan, folder) for entry in settings.environments]
 
     def __enter__(self) -> Self:
         return self
@@ -94,7 +98,7 @@ class EnvironmentCheck:
     ) -> None:
         for asked in self._waiting:
             asked.end()
-        self._folder.cleanup()
+        self._held.close()
 
     def refuse_unusable(self, *, limit_seconds: float = 0.0) -> None:
         """Raise `ConfigError` for settings that an environment refuses, as far as it has answered within the limit."""
