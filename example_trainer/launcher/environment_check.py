@@ -26,6 +26,7 @@ from example_trainer.launcher.environment_settings import EnvironmentSettings, p
 from example_trainer.launcher.plan import Plan
 from example_trainer.launcher.run_dir import as_plain_data
 from example_trainer.launcher.run_file import RunSettings
+from example_trainer.processes import die_with_parent
 
 FACTS_PROGRAM = "environments.facts"
 FACTS_SECONDS = 20.0
@@ -70,8 +71,10 @@ def ask_environment(entry: EnvironmentSettings, plan: Plan, folder: Path) -> Ask
     path.write_text(yaml.safe_dump(as_plain_data(plan.settings_of(entry.name))), encoding="utf-8")
     program = program_of(entry.server)
     server = entry.server if program[0] == "-m" else program[0]
+    command = [sys.executable, "-m", FACTS_PROGRAM, server, "--config", str(path), *spec.command[at + 2 :]]
     process = subprocess.Popen(
-        [sys.executable, "-m", FACTS_PROGRAM, server, "--config", str(path), *spec.command[at + 2 :]],
+        # A module may hang while it is imported: a killed launcher leaves none of these behind.
+        [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -83,11 +86,12 @@ def ask_environment(entry: EnvironmentSettings, plan: Plan, folder: Path) -> Ask
 class EnvironmentCheck:
     """The environments of one launch, asked from now on; leaving the context ends what has not answered."""
 
-    def __init__(self, settings: RunSettings, plan: Plan) -> None:
+    def __init__(self, settings: RunSettings, plan: Plan, *, scratch: Path | None = None) -> None:
+        """`scratch` is a directory that somebody else removes in the end."""
         self._held = ExitStack()
         self._waiting: list[AskedEnvironment] = []
         with suppress(OSError):  # no temporary directory, or a full disk: a dry run needs none
-            folder = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="atropos-check-")))
+            folder = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="check-", dir=scratch)))
             self._waiting += [ask_environment(entry, plan, folder) for entry in settings.environments]
 
     def __enter__(self) -> Self:

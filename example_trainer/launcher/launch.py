@@ -180,7 +180,9 @@ class Launch:
         planned = partial(make_plan, self.settings, self.run, endpoints, programs=self.programs)
         with (
             SeatedSupervisor(self.run.logs, placement, variables=variables) as supervisor,
-            EnvironmentCheck(self.settings, planned(model=model, teacher_model=teacher)) as check,
+            EnvironmentCheck(
+                self.settings, planned(model=model, teacher_model=teacher), scratch=supervisor.scratch
+            ) as check,
         ):
 
             def go_on() -> None:

@@ -89,6 +89,11 @@ class Supervisor:
     ) -> None:
         self.close(grace_seconds=STOP_GRACE_SECONDS if error is None else FAILURE_GRACE_SECONDS)
 
+    @property
+    def scratch(self) -> Path:
+        """The temporary directory of the run, which is removed with it, also after a kill."""
+        return Path(self._temporary_dir)
+
     def __getitem__(self, name: str) -> SupervisedProgram:
         return self._children[name]
 
