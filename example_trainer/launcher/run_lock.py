@@ -28,7 +28,7 @@ def locked(places: Mapping[str, Path | None]) -> Iterator[None]:
     locks gives none, and the run goes on without.
     """
     # By their real paths: the kernel would refuse a second lock on one file to its own holder, too.
-    directories = {path.resolve(): (flag, path) for flag, path in reversed(places.items()) if path is not None}
+    directories = {path.resolve(): (flag, path) for flag, path in places.items() if path is not None}
     with ExitStack() as held:
         for flag, path in directories.values():
             held.enter_context(_locked(path, flag))
