@@ -272,7 +272,8 @@ class Launch:
         plan = fleet.first_plan()
         for spec in plan.children:
             supervisor.start(_told_servers(spec, fleet))
-        feed = make_feed(plan, snapshot, tail, events, broker_token(self.settings))
+        resumes = self.settings.trainer.resume is not None
+        feed = make_feed(plan, snapshot, tail, events, broker_token(self.settings), resumes=resumes)
         with contextlib.closing(feed), contextlib.closing(fleet):
             self._watch(plan, supervisor, fleet, feed, view, stop)
             write_data_use(self.run.root, feed.read_status())

@@ -149,8 +149,12 @@ class Feed:
         broker: Endpoint,
         events: MetricsTail | None = None,
         servers: Mapping[str, Sequence[Endpoint]] | None = None,
+        knows_run: bool = False,
     ) -> None:
-        """`events` reads signs; `servers` has the servers by the milestone that is reached once all of them answer."""
+        """`events` reads signs; `servers` has the servers by the milestone that is reached once all of them answer.
+
+        `knows_run` says that the broker may know a run from before this launch, whose trainer is another one.
+        """
         self.snapshot = snapshot
         self._metrics = metrics
         self._events = events
@@ -158,6 +162,8 @@ class Feed:
         self._servers = servers or {}
         self._starting = {milestone: list(group) for milestone, group in self._servers.items()}
         self._asked_at = 0.0
+        self._knows_run = knows_run
+        self._owner_before: tuple[Any, Any] | None = None
 
     def poll(self) -> list[dict[str, Any]]:
         """Query everything that is due; return the rows of the steps trained since the last call."""
@@ -188,9 +194,9 @@ class Feed:
         status = self._broker.get_json("/v1/status")
         if status is not None:
             self.snapshot.status = status
-            self.snapshot.reach("broker")
-            if status.get("run"):
+            if self._begun(status.get("run"), first=milestones.get("broker", 0.0) is None):
                 self.snapshot.reach("trainer")
+            self.snapshot.reach("broker")
             if status.get("environments"):
                 self.snapshot.reach("environment")
         for milestone, starting in self._starting.items():
@@ -199,8 +205,17 @@ class Feed:
                 if not starting:
                     self.snapshot.reach(milestone)
 
+    def _begun(self, run: Mapping[str, Any] | None, *, first: bool) -> bool:
+        """Return True if this launch's trainer has begun the run: a known one has had another owner at the first look."""
+        owner = (run.get("run_id"), run.get("epoch")) if run else None
+        if self._knows_run and first:
+            self._owner_before = owner
+        return owner not in {None, self._owner_before}
 
-def make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, events: MetricsTail, token: TokenSource) -> Feed:
+
+def make_feed(
+    plan: Plan, snapshot: Snapshot, tail: MetricsTail, events: MetricsTail, token: TokenSource, *, resumes: bool
+) -> Feed:
     """Return the feed of a launch; servers on nodes whose ports are not known yet are looked up at the broker."""
     known = plan.endpoints.vllm_urls
     servers: dict[str, list[Endpoint]] = {VLLM: [Endpoint(url) for url in known]} if plan.servers else {}
@@ -216,6 +231,7 @@ def make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, events: Metrics
         events=events,
         broker=Endpoint(plan.endpoints.broker_url, token=token),
         servers=servers,
+        knows_run=resumes or plan.endpoints.broker_port is None,
     )
 
 

@@ -23,8 +23,11 @@ from example_trainer.monitoring.trackers import MetricsTail
 
 
 class _Broker(BaseHTTPRequestHandler):
+    epoch = 1
+
     def do_GET(self) -> None:
-        status = {"run": {"run_id": "r"}, "environments": [{"name": "e"}], "queue": {"sequences": 64}}
+        run = {"run_id": "r", "epoch": self.epoch}
+        status = {"run": run, "environments": [{"name": "e"}], "queue": {"sequences": 64}}
         body = json.dumps(status if self.path == "/v1/status" else {}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -96,6 +99,18 @@ def test_milestones_are_reached_as_servers_answer(tmp_path: Path, broker_url: st
     feed = Feed(state, metrics=tail, broker=Endpoint(broker_url), servers={"vllm": [Endpoint(broker_url)]})
     feed.poll()
     assert None not in state.milestones.values()
+    feed.close()
+
+
+def test_the_trainer_of_the_launch_before_is_not_the_one_that_is_awaited(tmp_path: Path, broker_url: str) -> None:
+    state = snapshot(tmp_path)
+    state.milestones = dict.fromkeys(["broker", "trainer"])
+    tail = MetricsTail(tmp_path / "metrics.jsonl")
+    feed = Feed(state, metrics=tail, broker=Endpoint(broker_url), knows_run=True)
+    for epoch, ready in ((1, False), (1, False), (2, True)):
+        _Broker.epoch, feed._asked_at = epoch, 0.0
+        feed.poll()
+        assert (state.milestones["trainer"] is not None) == ready
     feed.close()
 
 
