@@ -206,7 +206,7 @@ class Feed:
                     self.snapshot.reach(milestone)
 
     def _begun(self, run: Mapping[str, Any] | None, *, first: bool) -> bool:
-        """Return True if this launch's trainer has begun the run: a known one has had another owner at the first look."""
+        """Return True if this launch's trainer has begun the run: a known one had another owner at the first look."""
         owner = (run.get("run_id"), run.get("epoch")) if run else None
         if self._knows_run and first:
             self._owner_before = owner
