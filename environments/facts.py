@@ -59,7 +59,7 @@ class Facts:
 
     error: str | None = None
     refuses_settings: bool = False
-    """True if the error is about the settings, so that `serve` would end with it as well."""
+    """True if the error is about the names or values of settings, wherever the environment runs."""
     missing_packages: list[str] = field(default_factory=list)
     missing_files: list[str] = field(default_factory=list)
     """Data files that the settings name and that are not here, each as `setting path`."""
@@ -126,7 +126,7 @@ def find_facts(server: str, flags: Sequence[str]) -> Facts | None:
     try:
         command.env.check_names()
     except AtroposError as error:
-        facts.error, facts.refuses_settings = str(error), True
+        facts.error = str(error)
     facts.missing_files = [f"{name} {path}" for name, path in paths if path and not Path(str(path)).exists()]
     return facts
 
