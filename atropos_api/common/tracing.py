@@ -2,7 +2,8 @@
 
 A span is handed on as the W3C text `traceparent`: in the header of requests to inference servers, and in a group's
 free-form `generation_params`, which brokers and trainers of the Atropos contract pass on and ignore. Nothing of
-OpenTelemetry is imported unless an endpoint is set; until then every call here returns at once.
+OpenTelemetry is imported unless an endpoint is set; until then every call here returns at once. Spans begin in the
+SDK's `rollouts` (rollout, group), the broker's `batch_traces` (batch) and the trainer's `trainers` (step).
 """
 
 from __future__ import annotations

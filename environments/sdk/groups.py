@@ -1,7 +1,7 @@
 """Group types: the data that environments return, under the original Atropos' names, and its form for the broker.
 
 `scored_group` and `scored_item` build it from a session's sequences, `GroupRules` says which groups may be sent, and
-`to_wire` adds the parts that the environment left out.
+`to_wire` adds the parts that the environment left out. The rule for late members of a group is in `members`.
 """
 
 from __future__ import annotations

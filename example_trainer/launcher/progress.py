@@ -1,8 +1,8 @@
 """The progress of a running launch: `Feed` reads it into a `Snapshot`, from which its phase is told.
 
-A snapshot holds the milestones, the newest steps, and the broker's status. Everything is read from outside:
-health endpoints, the broker's `/v1/status`, and the lines that the trainer appends to `metrics.jsonl`. One poll costs
-well under a millisecond, so that watching a run does not slow it down. `views` shows snapshots.
+A snapshot holds the milestones, the newest steps, and the broker's status; the figures shown of it are in `views`.
+Everything is read from outside: health endpoints, the broker's `/v1/status`, and the lines that the trainer
+appends to `metrics.jsonl`. One poll costs well under a millisecond, so that watching a run does not slow it down.
 """
 
 from __future__ import annotations

@@ -161,8 +161,15 @@ class Supervisor:
     def stop(self, name: str, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
         """End one child and its processes, those that nobody saw before it died among them, and stop watching it."""
         child = self._children.pop(name)
-        roots = [child.handle, *child.descendants]
-        end_processes(lambda: find_tree(roots, child.mark), grace_seconds=grace_seconds)
+        found = [child.handle, *child.descendants]
+
+        def running() -> list[psutil.Process]:
+            # A process that has lost its parent, before or while this stops, is nobody's descendant: the mark tells it,
+            # or that it was found before.
+            found[:] = find_tree(found, child.mark)
+            return list(found)
+
+        end_processes(running, grace_seconds=grace_seconds)
         child.process.poll()
 
     def close(self, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:

@@ -336,4 +336,5 @@ OptimizerMaker: TypeAlias = Callable[[list[dict[str, Any]], OptimizerSettings], 
 """A function from parameter groups and settings to an optimizer over them."""
 
 OPTIMIZERS: Mapping[str, OptimizerMaker] = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
-"""The registry of optimizers by the names of `--optimizer`."""
+"""The registry of optimizers by the names of `--optimizer`; `options.model` lists them for the flag, and
+`memory.budget` the bytes of their states."""

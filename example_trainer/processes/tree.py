@@ -80,7 +80,7 @@ def describe(process: psutil.Process) -> str:
 
 def find_tree(roots: Iterable[psutil.Process], mark: str) -> list[psutil.Process]:
     """Return the running ones of `roots`, their descendants, and those with a mark of that beginning; not this one."""
-    found = {process.pid: process for process in _marked(mark)}
+    found = {process.pid: process for process in (_marked(mark) if mark else ())}
     for root in roots:
         with contextlib.suppress(psutil.Error):
             found.update((process.pid, process) for process in (root, *root.children(recursive=True)))

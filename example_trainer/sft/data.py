@@ -2,7 +2,8 @@
 
 `read_samples` tokenizes all rows at the start, so that bad and overlong ones are known before the first step.
 `SampleOrder` says which samples a step learns; `make_batch` turns them into the batch that the learner trains on, in
-which every learned token has advantage 1 and temperature 1, so that the loss is the mean of -log p.
+which every learned token has advantage 1 and temperature 1, so that the loss is the mean of -log p. Files and chats
+are read by the environments' `tasks.records` and `tasks.chat_dataset`.
 """
 
 from __future__ import annotations

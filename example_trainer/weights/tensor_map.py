@@ -1,9 +1,9 @@
 """Conversion of the server's manifest into views: one tensor per checkpoint name, over memory that vLLM reads.
 
 For each checkpoint tensor the manifest lists which of its elements are stored where in a shared storage, as traced from
-the model class's own weight loading. This module joins these pieces into one strided view per tensor, or refuses: a
-tensor is mapped exactly or not at all, and a model with one unmapped parameter is not trained. There is no table of
-model families.
+the model class's own weight loading (`serving.vllm.load_tracing`). This module joins these pieces into one strided view
+per tensor, or refuses: a tensor is mapped exactly or not at all, and a model with one unmapped parameter is not
+trained. There is no table of model families: one that fails is mended in the tracing or here.
 """
 
 from __future__ import annotations

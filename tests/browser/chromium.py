@@ -177,7 +177,7 @@ def running_browser(directory: Path, *, on_start: Callable[[], None] = lambda: N
     try:
         url = _address(directory, process)
         on_start()
-        # No pings: their thread draws from the global `random`, which failed a hypothesis test elsewhere in the process.
+        # No pings: their thread draws from the global `random`, which failed a hypothesis test elsewhere.
         with connect(url, max_size=None, open_timeout=START_SECONDS, ping_interval=None) as socket:
             yield Browser(socket)
     finally:

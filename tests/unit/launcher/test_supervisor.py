@@ -265,3 +265,12 @@ def test_a_user_without_a_name_can_start_programs(tmp_path: Path, monkeypatch: p
         child = supervisor.start(python("broker", "print('started')", ends_by_itself=True))
         supervisor.wait_for_end(child, lambda: None)
     assert "started" in (tmp_path / "broker.log").read_text()
+
+
+def test_a_stopped_child_takes_workers_with_it_that_no_look_has_noted(supervisor: Supervisor, tmp_path: Path) -> None:
+    """A server may be stopped before the supervisor has looked at its processes once."""
+    pid_path = tmp_path / "worker.pid"
+    supervisor.start(python("vllm", STARTS_WORKER, str(pid_path)))
+    worker = psutil.Process(int(wait_for_file(pid_path)))
+    supervisor.stop("vllm")
+    assert not is_alive(worker)
