@@ -1,4 +1,4 @@
-"""Facts about an environment that can be known without starting it: `atropos doctor RUNFILE` asks for them.
+"""Facts about an environment that can be known without starting it: `atropos doctor RUNFILE` and the launcher ask.
 
     python -m environments.facts arithmetic_server.py --env.task chain
 
@@ -58,6 +58,8 @@ class Facts:
     """The answer about one environment; `error` is the reason why its module or settings cannot be used."""
 
     error: str | None = None
+    refuses_settings: bool = False
+    """True if the error is about the names or values of settings, wherever the environment runs."""
     missing_packages: list[str] = field(default_factory=list)
     missing_files: list[str] = field(default_factory=list)
     """Data files that the settings name and that are not here, each as `setting path`."""
@@ -108,7 +110,7 @@ def find_facts(server: str, flags: Sequence[str]) -> Facts | None:
     try:
         command = read_command(env_cls, "serve", flags)
     except AtroposError as error:
-        facts.error = str(error)
+        facts.error, facts.refuses_settings = str(error), True
         return facts
     facts.env = public_settings(command.env)
     facts.servers = [_server_facts(each) for each in command.servers]

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -32,7 +32,9 @@ from atropos_api.common.tracing import open_tracing
 from example_trainer.config import TrainingConfig, settings_from
 from example_trainer.launcher.base_model import refuse_missing_layers, require_model
 from example_trainer.launcher.run_dir import provenance, require_writable, write_json
-from example_trainer.launcher.run_file import read_sections, trainer_settings
+from example_trainer.launcher.run_file import trainer_settings
+from example_trainer.launcher.run_file_sections import read_sections
+from example_trainer.launcher.run_lock import locked, started_by_launcher
 from example_trainer.memory.fit import with_changes
 from example_trainer.memory.preflight import preflight
 from example_trainer.options.presets import find_environment_option
@@ -189,9 +191,22 @@ def _train(config: TrainingConfig, logs: LogContext) -> int:
             tensor_parallel_size=config.trainer_tensor_parallel_size,
         ) as ranks:
             own = session if ranks.world_size == 1 else ranked_session(config, client, ranks)
-            return _train_in(own, config, ranks, logs)
+            config = config.model_copy(update={"run_dir": ranks.on_main(lambda: config.required_run_dir)})
+            with own_directories(config, ranks):
+                return _train_in(own, config, ranks, logs)
     finally:
         session.close()
+
+
+@contextmanager
+def own_directories(config: TrainingConfig, ranks: Ranks) -> Iterator[None]:
+    """Prepare the directories, and keep other runs out of them while the block runs."""
+    places = {"--run-dir": config.required_run_dir, "--save-path": config.save_path}
+    with ExitStack() as held:
+        ranks.on_main(lambda: prepare_directories(config))
+        if not started_by_launcher(os.environ):
+            ranks.on_main(lambda: held.enter_context(locked(places)))
+        yield
 
 
 def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks, logs: LogContext) -> int:
@@ -202,8 +217,6 @@ def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks, logs
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
     torch.manual_seed(config.seed)
-    config = config.model_copy(update={"run_dir": ranks.on_main(lambda: config.required_run_dir)})
-    ranks.on_main(lambda: prepare_directories(config))
     ranks.on_main(lambda: record_config(config))
     bridge = _bridge(config, ranks, session)
     stop = StopFlag()

@@ -117,10 +117,13 @@ def places_of(launch: Launch) -> list[str]:
 
 def describe(launch: Launch) -> str:
     """Return the dry-run text: each program's command line, added environment variables and settings."""
+    from example_trainer.launcher.environment_check import FACTS_SECONDS, EnvironmentCheck
     from example_trainer.launcher.launch import dry_plan, local_bases
     from example_trainer.launcher.run_dir import as_plain_data
 
     plan = dry_plan(launch)
+    with EnvironmentCheck(launch.settings, plan) as check:
+        check.refuse_unusable(limit_seconds=FACTS_SECONDS)
     blocks = [f"run directory: {launch.run.root}", *launch.settings.remarks, *_layout_of(launch), _fleet_of(launch)]
     for spec in (*(base.spec for base in local_bases(launch.settings)), *plan.children):
         shown = redact(spec.environment)

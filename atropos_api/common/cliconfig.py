@@ -100,7 +100,7 @@ def read_config_file(
 ) -> dict[str, Any]:
     """Return the part of a YAML file that belongs to `model`, its keys checked and in snake case."""
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        content = read_yaml(Path(path)) or {}
     except FileNotFoundError:
         in_configs = Path("configs") / Path(path).name
         proposal = f"; did you mean {in_configs}?" if in_configs.is_file() else ""
@@ -115,6 +115,25 @@ def read_config_file(
             f"--config {path}: section {section!r} takes settings, got {json.dumps(redact(own), default=str)}"
         )
     return check_keys(model, own, where=f"--config {path}")
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """A loader that refuses a key which a mapping has twice: YAML's own would silently drop the first one's value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":merge"):
+                continue
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(problem=f"{key.value!r} twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the content of a YAML file; raises `yaml.YAMLError` also for a key that stands twice in a mapping."""
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506 - it is a SafeLoader
 
 
 def validate(model: type[ModelT], values: Mapping[str, Any]) -> ModelT:

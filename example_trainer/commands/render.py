@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from atropos_api.common.cliconfig import ConfigError, load_config, nearest
+from atropos_api.common.cliconfig import ConfigError, load_config, nearest, read_yaml
 from atropos_api.common.secrets import redact
 from example_trainer.launcher.endpoints import differing
 from example_trainer.launcher.placement.choice import check_fits, roles_of
@@ -21,6 +20,9 @@ from example_trainer.launcher.run_file import RunSettings, find_run_file, read_s
 
 KINDS = ("slurm", "kuberay")
 DESCRIPTION = "Print an sbatch script, or a ConfigMap and a RayJob for KubeRay, that runs a run file on Ray."
+
+LONGEST_NAME = 47
+"""The most characters of a RayJob's name: KubeRay adds to it what names its cluster, and its pods."""
 
 _TO_BE_TOLD = "head:6379"
 """Stands for the address of the head, which is known once the job runs."""
@@ -68,7 +70,7 @@ def _render(kind: str, path: Path, settings: RunSettings, options: RenderOptions
         cpus=options.cpus_per_node,
         gpus=gpus,
     )
-    name = "atropos-" + re.sub(r"[^a-z0-9]+", "-", settings.trainer.name.lower()).strip("-")[:40]
+    name = _job_name(settings.trainer.name)
     if kind == "slurm":
         run_dir = (options.run_dir or settings.trainer.run_dir or Path("runs") / settings.trainer.name).absolute()
         return render_slurm(
@@ -86,9 +88,14 @@ def _render(kind: str, path: Path, settings: RunSettings, options: RenderOptions
     )
 
 
+def _job_name(run_name: str) -> str:
+    """Return a name that Kubernetes takes: letters, digits and inner hyphens, of at most `LONGEST_NAME` characters."""
+    return f"atropos-{re.sub(r'[^a-z0-9]+', '-', run_name.lower())}"[:LONGEST_NAME].rstrip("-")
+
+
 def _public_content(path: Path) -> dict[str, Any]:
     """Return what the run file holds, without comments; raise `ConfigError` if a secret is in it."""
-    content: dict[str, Any] = as_plain_data(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+    content: dict[str, Any] = as_plain_data(read_yaml(path) or {})
     if secret := differing(content, redact(content)):
         section, held = next(iter(secret.items()))
         key = f"{section}.{next(iter(held))}" if isinstance(held, dict) else section

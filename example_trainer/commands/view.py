@@ -32,12 +32,15 @@ class RunViewOptions(BaseModel):
 
 def run(argv: Sequence[str]) -> int:
     """Serve the page until a signal comes."""
-    if not argv or not Path(argv[0]).is_dir():
+    named = argv[0] if argv and not argv[0].startswith("-") else None
+    if named is not None and not Path(named).exists():
+        raise ConfigError(f"{named}: no such run directory or file of groups; name one, such as runs/demo-DATE")
+    if named is None or not Path(named).is_dir():
         from environments.export import run as view_groups
 
         return view_groups(argv)
     options = load_config(RunViewOptions, argv[1:], prog="atropos view RUN", description=DESCRIPTION)
-    store, recorded = read_recorded(Path(argv[0]))
+    store, recorded = read_recorded(Path(named))
     with tempfile.TemporaryDirectory(prefix="atropos-view-") as scratch:
         for address in serve_view(store, recorded, Path(scratch), port=options.port):
             sys.stdout.write(f"{address}\n")

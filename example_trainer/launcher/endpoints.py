@@ -26,6 +26,8 @@ from example_trainer.processes.ports import LOOPBACK, as_port, free_port, free_p
 
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - for servers on nodes of a cluster; the broker lists the one it is called from
 EVERYWHERE = frozenset({EVERY_ADDRESS, "::"})
+LOOPBACK_NAMES = frozenset({LOOPBACK, "localhost", "::1"})
+"""Addresses at which the broker asks for no token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,9 +61,9 @@ def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> En
     """
     config = settings.trainer
     given = config.model_fields_set
-    host = _own_address(settings.placement.head) if settings.placement.is_ray else LOOPBACK
+    host = _broker_host(settings)
     broker_port = None if "atropos_url" in given else _broker_port(settings, held, host)
-    broker_url = config.atropos_url if broker_port is None else f"http://{host}:{broker_port}"
+    broker_url = config.atropos_url if broker_port is None else f"http://{_in_url(host)}:{broker_port}"
     remote = config.remote_servers
     ports = () if remote else _vllm_ports(settings, held)
     return Endpoints(
@@ -73,6 +75,33 @@ def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> En
         broker_host=host,
         server_host=_server_host(settings),
     )
+
+
+def _broker_host(settings: RunSettings) -> str:
+    """Return the address at which programs reach the broker; raise `ConfigError` if they would lack its token."""
+    if settings.placement.is_ray:
+        return _own_address(settings.placement.head)
+    asked = str(settings.section("api").get("host") or LOOPBACK)
+    if asked in LOOPBACK_NAMES:
+        return "::1" if asked == "::1" else LOOPBACK
+    if "atropos_url" not in settings.trainer.model_fields_set:
+        token = broker_token(settings)
+        if not (token.value or token.file):
+            raise ConfigError(
+                f"--api.host {asked}: the broker can be reached from outside, so its callers need a token; set "
+                f"{TOKEN_VARIABLE}, or name a file that holds one with --api.token-file"
+            )
+    if asked in EVERYWHERE:
+        return LOOPBACK
+    try:
+        free_port(asked)
+    except OSError as error:
+        raise ConfigError(f"--api.host {asked}: {error.strerror}; name an address of this machine") from error
+    return asked
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _own_address(head: tuple[str, int]) -> str:

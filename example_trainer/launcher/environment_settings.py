@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from example_trainer.options.presets import PRESETS, Preset
 from example_trainer.processes.tree import PACKAGE_ROOT
 
 SOURCES = ("data_path", "val_data_path", "dataset_name")
-OF_ONE_ENVIRONMENT = ("metrics_port", "session_port", "data_path_to_save_groups", "data_dir_to_save_evals")
-"""Ports and files that two environments cannot have in common."""
+OF_ONE_ENVIRONMENT = (
+    "metrics_port", "session_port", "data_path_to_save_groups", "data_dir_to_save_evals", "wandb_name",
+)  # fmt: skip
+"""Ports, files and the name that two environments cannot have in common."""
 
 
 class EnvironmentNotFound(TrainerError):
@@ -65,6 +67,7 @@ def read_environments(
     _refuse_shared(flags["env"], len(listed))
     entries: list[EnvironmentSettings] = []
     remarks: list[str] = [] if listed or chosen is None else _unused(chosen, preset)
+    remarks += [] if sections.get("environments") is None else _overlooked(sections)
     for number, entry in enumerate(listed, 1):
         name = f"environment-{number}" if len(listed) > 1 else "environment"
         server, in_file = _server_of(entry, flags["env"], chosen if may_choose else None, name=name)
@@ -82,7 +85,32 @@ def read_environments(
                 written_for=in_file if in_file is not None and server_stem(in_file) != server_stem(server) else None,
             )
         )
-    return tuple(entries), tuple(remarks)
+    return tuple(_with_own_names(entries)), tuple(remarks)
+
+
+def _with_own_names(entries: Sequence[EnvironmentSettings]) -> list[EnvironmentSettings]:
+    """Give a name of its own to each further environment of one server: to the broker those of one name are one.
+
+    It would lease the items of both as those of one process that is started again and again.
+    """
+    named: list[EnvironmentSettings] = []
+    given = [str(entry.env["wandb_name"]) for entry in entries if entry.env.get("wandb_name")]
+    if twice := next((name for name in given if given.count(name) > 1), None):
+        raise ConfigError(f"environments: env.wandb_name {twice} is given twice; each environment needs its own")
+    for number, entry in enumerate(entries):
+        stem = server_stem(entry.server)
+        before = sum(server_stem(other.server) == stem for other in entries[:number])
+        own = {"wandb_name": f"{stem.removesuffix('_server')}-{before + 1}"} if before else {}
+        named.append(
+            replace(entry, env=own | {key: value for key, value in entry.env.items() if value or key not in own})
+        )
+    return named
+
+
+def _overlooked(sections: Mapping[str, Any]) -> list[str]:
+    """Return a remark on the sections that describe the one environment of a file, beside a list of environments."""
+    given = [name for name in ("env", "openai") if sections.get(name)]
+    return [f"{' and '.join(given)}: no effect, since each entry of environments has its own"] if given else []
 
 
 def _refuse_shared(flags: Mapping[str, Any], count: int) -> None:

@@ -3,7 +3,8 @@
 The launcher reports on its servers to the broker each second and learns how many are wanted. It starts servers, or has
 the newest ones drained: such a server takes no new request, ends those that it has, and exits; only then are its port
 and its memory free. A server that drains is never started again by the launcher. A server that was added and
-fails before it has ever answered lowers the wanted number instead of ending the run.
+fails before it has ever answered lowers the wanted number instead of ending the run, and so does one that no restart
+can mend while others serve.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class Fleet:
         self._launcher_id = secrets.token_hex(8)
         self._report_at = clock()
         self._note = ""
+        self._states: Mapping[str, str] = {}
         self._servers: dict[int, _Server] = {}
         for index in range(min(len(plan.servers), max(1, record.wanted))):
             self._servers[index] = self._make(index, answered=True)
@@ -147,6 +149,27 @@ class Fleet:
             logger.debug("the fleet is as it was: %s", error)
         return lines
 
+    def give_up(self, child: SupervisedProgram, why: str) -> str | None:
+        """Go on without a server that no restart can mend; return None if it is no server, or the last that serves."""
+        server = next((server for server in self._staying() if server.name == child.name), None)
+        others = [other for other in self._staying() if other is not server and self._serves(other)]
+        if server is None or self._limits.fixed or not others:
+            return None
+        how = f"it {describe_end(child)}{f' ({why})' if why else ''}"
+        try:
+            self._aim_at(max(0, self._record.wanted - 1))
+        except AtroposError:  # a full disk: the next launch of the run would not know
+            return None
+        self._forget(server)
+        self._note = (
+            f"{server.name} is given up, and the run goes on with the other servers: {how}; see {child.log_path}"
+        )
+        return self._note
+
+    def _serves(self, server: _Server) -> bool:
+        child = self._child(server)
+        return child is not None and child.exit_code is None and self._states.get(server.server_id) == "serving"
+
     def close(self) -> None:
         """Tell the broker that the launcher ends; servers are ended by the supervisor."""
         with suppress(AtroposError):
@@ -165,7 +188,7 @@ class Fleet:
         if self._limits.fixed:
             return
         found = self._broker.get_servers(self._settings.trainer.policy)
-        states = {server.server_id: server.state for server in found.servers}
+        states = self._states = {server.server_id: server.state for server in found.servers}
         yield from self._note_states(states)
         if ready:
             yield from self._add_missing()

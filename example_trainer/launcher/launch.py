@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,16 +31,16 @@ from example_trainer.launcher.base_model import (
 )
 from example_trainer.launcher.data_use import write_data_use
 from example_trainer.launcher.endpoints import Endpoints, broker_token, settle_endpoints
+from example_trainer.launcher.environment_check import LAUNCH_SECONDS, EnvironmentCheck
 from example_trainer.launcher.environment_settings import require_fillable
 from example_trainer.launcher.fleet import Fleet
 from example_trainer.launcher.fleet_plan import FleetRecord, limits_of
-from example_trainer.launcher.placement.choice import open_placement, passed_variables, roles_of
+from example_trainer.launcher.placement.choice import check_fits, open_placement, passed_variables, roles_of
 from example_trainer.launcher.placement.roles import Placement
 from example_trainer.launcher.placement.seated_supervisor import SeatedSupervisor
 from example_trainer.launcher.plan import (
     BROKER,
     FINAL_SERVER,
-    LATEST_CHECKPOINT,
     TRAINER,
     VLLM,
     Plan,
@@ -57,9 +57,16 @@ from example_trainer.launcher.progress import (
     phase_of,
     reached,
 )
-from example_trainer.launcher.restarts import RestartBudget, Restarts
-from example_trainer.launcher.run_dir import RunDir, plan_run_dir, reporting_flag, write_json, write_yaml
-from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig, RunSettings
+from example_trainer.launcher.restarts import RestartBudget, Restarts, resuming
+from example_trainer.launcher.run_dir import (
+    RunDir,
+    plan_run_dir,
+    refuse_other_checkpoints,
+    reporting_flag,
+    write_json,
+    write_yaml,
+)
+from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings
 from example_trainer.launcher.run_lock import locked
 from example_trainer.launcher.run_report import report_line
 from example_trainer.launcher.summary import Summary, summarise, write_rollout_pages
@@ -78,7 +85,6 @@ CACHE_LOOKUP_SECONDS = 2.0
 # After the environments have ended, the trainer may still write its last checkpoint; if it takes longer, it waits for
 # something that will not come.
 TRAINER_LAG_SECONDS = 120.0
-RESUME_FLAG = "--resume"
 SETTLED_HERE = ("model_name", "atropos_url", "vllm_port", "inference_urls")
 """Settings of the trainer whose values the launcher determines."""
 
@@ -159,7 +165,7 @@ class Launch:
         if self.settings.trainer.ref_model is not None:
             _require(self.settings.trainer.ref_model, "--ref-model")
         run = self.run.reserve()
-        with locked(run.root):
+        with locked({"--run-dir": run.root, "--save-path": self.settings.trainer.save_path}):
             self.run = run.create()
             adopt_orphans()
             with (
@@ -172,17 +178,27 @@ class Launch:
         self, endpoints: Endpoints, model: str, teacher: str | None, placement: Placement, stop: StopRequest
     ) -> Summary:
         variables = passed_variables(self.settings.placement, os.environ)
-        with SeatedSupervisor(self.run.logs, placement, variables=variables) as supervisor:
+        planned = partial(make_plan, self.settings, self.run, endpoints, programs=self.programs)
+        with (
+            SeatedSupervisor(self.run.logs, placement, variables=variables) as supervisor,
+            EnvironmentCheck(
+                self.settings, planned(model=model, teacher_model=teacher), scratch=supervisor.scratch
+            ) as check,
+        ):
+
+            def go_on() -> None:
+                stop.raise_if_requested()
+                check.refuse_unusable()
+
             view = LastingView(make_view(self.settings.trainer.view))
             snapshot = self._snapshot()
             try:
-                self._place(supervisor, snapshot, view, stop)
-                make = partial(self._make_if_local, supervisor=supervisor, snapshot=snapshot, view=view, stop=stop)
+                self._place(supervisor, snapshot, view, go_on)
+                make = partial(self._make_if_local, supervisor=supervisor, snapshot=snapshot, view=view, go_on=go_on)
                 model = make(model, "base model")
                 teacher = None if teacher is None else make(teacher, "teacher's model")
-                plan = make_plan(
-                    self.settings, self.run, endpoints, model=model, teacher_model=teacher, programs=self.programs
-                )
+                check.refuse_unusable(limit_seconds=LAUNCH_SECONDS)
+                plan = planned(model=model, teacher_model=teacher)
                 self._record(plan, supervisor)
                 if self.settings.trainer.load_in_4bit:
                     discard_other_base(self.run.root, model, self.settings.trainer.dtype)
@@ -193,11 +209,11 @@ class Launch:
             finally:
                 view.close()
 
-    def _place(self, supervisor: SeatedSupervisor, snapshot: Snapshot, view: View, stop: StopRequest) -> None:
+    def _place(self, supervisor: SeatedSupervisor, snapshot: Snapshot, view: View, go_on: Callable[[], None]) -> None:
         """Have every role placed before anything starts, so that a run that does not fit leaves nothing behind."""
 
         def wait() -> None:
-            stop.raise_if_requested()
+            go_on()
             snapshot.phase = "waiting for places"
             view.update(snapshot, ())
 
@@ -210,7 +226,14 @@ class Launch:
         )
 
     def _make_if_local(
-        self, name: str, what: str, *, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest
+        self,
+        name: str,
+        what: str,
+        *,
+        supervisor: Supervisor,
+        snapshot: Snapshot,
+        view: View,
+        go_on: Callable[[], None],
     ) -> str:
         """Return the model's name, or its path after running the program that finds or makes a tiny model."""
         base = local_base(name)
@@ -220,7 +243,7 @@ class Launch:
         begun = time.monotonic()
 
         def tick() -> None:
-            stop.raise_if_requested()
+            go_on()
             making = time.monotonic() - begun > CACHE_LOOKUP_SECONDS
             snapshot.phase = f"making the {what} (about a minute, once)" if making else f"looking for the {what}"
             view.update(snapshot, ())
@@ -250,7 +273,8 @@ class Launch:
         plan = fleet.first_plan()
         for spec in plan.children:
             supervisor.start(_told_servers(spec, fleet))
-        feed = make_feed(plan, snapshot, tail, events, broker_token(self.settings))
+        resumes = self.settings.trainer.resume is not None
+        feed = make_feed(plan, snapshot, tail, events, broker_token(self.settings), resumes=resumes)
         with contextlib.closing(feed), contextlib.closing(fleet):
             self._watch(plan, supervisor, fleet, feed, view, stop)
             write_data_use(self.run.root, feed.read_status())
@@ -285,7 +309,8 @@ class Launch:
         while waiting:
             stop.raise_if_requested()
             rows = feed.poll()  # before failures are judged: what a program has written shows that it was ready
-            for failure in restarts.note_failures(never_ready(plan, snapshot), apart=fleet.unsettled):
+            unready = never_ready(plan, snapshot)
+            for failure in restarts.note_failures(unready, apart=fleet.unsettled, give_up=fleet.give_up):
                 self.notes.append(failure)
                 snapshot.phase = failure
                 view.update(snapshot, ())
@@ -346,12 +371,18 @@ def plan_launch(settings: RunSettings) -> Launch:
     refuse_unknown(config.vllm_settings.keys() - section.keys(), where="--vllm-settings")
     if (own := own_teacher(settings)) is not None:
         refuse_unknown({**own.vllm, **settings.flags[TEACHER_SERVER].values}, where=f"{TEACHER_SERVER}:")
+    if settings.placement.is_ray:
+        check_fits(settings)
+        passed_variables(settings.placement, os.environ)  # which refuses one that is not set
     refuse_missing_layers(config)
     if config.resume not in {None, "auto"} and not Path(config.resume).exists():
         raise ConfigError(f"--resume {config.resume}: no such directory; name a checkpoint-N directory, or auto")
     if "atropos_url" not in config.model_fields_set:  # else other environments may fill a batch
         require_fillable(settings.environments, settings.flags["env"].values, config.sequences_per_batch)
     run = plan_run_dir(config.run_dir, name=config.name, log_dir=config.log_dir, resume=config.resume is not None)
+    if config.resume is None:
+        flag = "--run-dir" if config.save_path is None else "--save-path"
+        refuse_other_checkpoints(config.save_path or run.root, flag)
     return Launch(settings=settings, run=run)
 
 
@@ -397,20 +428,6 @@ def resolved(settings: RunSettings, plan: Plan) -> dict[str, object]:
             for spec in plan.children
         },
     }
-
-
-def resuming(spec: ChildSpec, config: RunConfig, run_dir: Path, launched_at: float) -> ChildSpec:
-    """Return a program as it is started again: the trainer continues from the run's newest checkpoint."""
-    if spec.name != TRAINER:
-        return spec
-    first = spec.command[:-2] if RESUME_FLAG in spec.command else spec.command
-    if config.resume in {None, "auto"}:
-        return replace(spec, command=(*first, RESUME_FLAG, "auto"))
-    # Others in the folder may be newer than the one that the user has gone back to, so `auto` would be wrong.
-    latest = (config.save_path or run_dir) / LATEST_CHECKPOINT
-    if latest.exists() and latest.lstat().st_mtime >= launched_at:
-        return replace(spec, command=(*first, RESUME_FLAG, str(latest.resolve())))
-    return spec
 
 
 def _told_servers(spec: ChildSpec, fleet: Fleet) -> ChildSpec:

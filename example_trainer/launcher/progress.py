@@ -1,7 +1,7 @@
 """The progress of a running launch: `Feed` reads it into a `Snapshot`, from which its phase follows.
 
-A snapshot holds the milestones, the steps trained so far, and the broker's status; the figures shown of it are in
-`views`. Everything is read from outside: health endpoints, the broker's `/v1/status`, and the lines that the trainer
+A snapshot holds the milestones, the newest steps, and the broker's status; the figures shown of it are in `views`.
+Everything is read from outside: health endpoints, the broker's `/v1/status`, and the lines that the trainer
 appends to `metrics.jsonl`. One poll costs well under a millisecond, so that watching a run does not slow it down.
 """
 
@@ -31,6 +31,8 @@ SILENCE_SECONDS = 60.0
 STATUS_INTERVAL_SECONDS = 1.0
 READINESS_INTERVAL_SECONDS = 0.25
 STALLED_SECONDS = 30.0
+KEPT_ROWS = 200
+"""Newest steps of a snapshot: a view shows at most 60, and all steps of a run of days would fill the memory."""
 
 
 class Endpoint:
@@ -100,6 +102,7 @@ class Snapshot:
     page_url: str = ""
     """Address of the broker's live page; empty before the programs are planned."""
     rows: list[dict[str, Any]] = field(default_factory=list)
+    """The newest steps, the last one trained at the end."""
     signs: list[dict[str, Any]] = field(default_factory=list)
     """Signs of trouble as the trainer wrote them, in the order of their appearance."""
     status: Mapping[str, Any] = field(default_factory=dict)
@@ -121,14 +124,14 @@ class Snapshot:
         return list(explain_drops(self.status))
 
     def series(self, name: str) -> list[float]:
-        """Return all values of a metric so far, in the order of the steps."""
+        """Return the values of a metric in the newest steps, in their order."""
         return [float(row[name]) for row in self.rows if isinstance(row.get(name), int | float)]
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append steps; a trainer that has resumed trains some again, and their first rows are dropped."""
         if rows:
             first = rows[0].get(names.STEP, 0)
-            self.rows = [*(row for row in self.rows if row.get(names.STEP, 0) < first), *rows]
+            self.rows = [*(row for row in self.rows if row.get(names.STEP, 0) < first), *rows][-KEPT_ROWS:]
 
     def reach(self, milestone: str) -> None:
         if self.milestones.get(milestone, 0.0) is None:
@@ -146,8 +149,12 @@ class Feed:
         broker: Endpoint,
         events: MetricsTail | None = None,
         servers: Mapping[str, Sequence[Endpoint]] | None = None,
+        knows_run: bool = False,
     ) -> None:
-        """`events` reads signs; `servers` has the servers by the milestone that is reached once all of them answer."""
+        """`events` reads signs; `servers` has the servers by the milestone that is reached once all of them answer.
+
+        `knows_run` says that the broker may know a run from before this launch, whose trainer is another one.
+        """
         self.snapshot = snapshot
         self._metrics = metrics
         self._events = events
@@ -155,6 +162,8 @@ class Feed:
         self._servers = servers or {}
         self._starting = {milestone: list(group) for milestone, group in self._servers.items()}
         self._asked_at = 0.0
+        self._knows_run = knows_run
+        self._owner_before: tuple[Any, Any] | None = None
 
     def poll(self) -> list[dict[str, Any]]:
         """Query everything that is due; return the rows of the steps trained since the last call."""
@@ -185,9 +194,9 @@ class Feed:
         status = self._broker.get_json("/v1/status")
         if status is not None:
             self.snapshot.status = status
-            self.snapshot.reach("broker")
-            if status.get("run"):
+            if self._begun(status.get("run"), first=milestones.get("broker", 0.0) is None):
                 self.snapshot.reach("trainer")
+            self.snapshot.reach("broker")
             if status.get("environments"):
                 self.snapshot.reach("environment")
         for milestone, starting in self._starting.items():
@@ -196,8 +205,17 @@ class Feed:
                 if not starting:
                     self.snapshot.reach(milestone)
 
+    def _begun(self, run: Mapping[str, Any] | None, *, first: bool) -> bool:
+        """Return True if this launch's trainer has begun the run: a known one had another owner at the first look."""
+        owner = (run.get("run_id"), run.get("epoch")) if run else None
+        if self._knows_run and first:
+            self._owner_before = owner
+        return owner not in {None, self._owner_before}
 
-def make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, events: MetricsTail, token: TokenSource) -> Feed:
+
+def make_feed(
+    plan: Plan, snapshot: Snapshot, tail: MetricsTail, events: MetricsTail, token: TokenSource, *, resumes: bool
+) -> Feed:
     """Return the feed of a launch; servers on nodes whose ports are not known yet are looked up at the broker."""
     known = plan.endpoints.vllm_urls
     servers: dict[str, list[Endpoint]] = {VLLM: [Endpoint(url) for url in known]} if plan.servers else {}
@@ -213,6 +231,7 @@ def make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, events: Metrics
         events=events,
         broker=Endpoint(plan.endpoints.broker_url, token=token),
         servers=servers,
+        knows_run=resumes or plan.endpoints.broker_port is None,
     )
 
 

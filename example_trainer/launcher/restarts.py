@@ -13,20 +13,30 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from example_trainer.launcher.plan import LATEST_CHECKPOINT, TRAINER
+from example_trainer.launcher.run_file import RunConfig
 from example_trainer.launcher.supervisor import EXPLAINED_IN_ONE_LINE, FAILURE_GRACE_SECONDS, Supervisor, describe_end
 from example_trainer.processes.child import ChildSpec, SupervisedProgram, reason
 
 SAME_FAILURES = 3
+RESUME_FLAG = "--resume"
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 30.0
+COUNT_INTERVAL_SECONDS = 1.0
+FREEING_SECONDS = 60.0
+"""Time within which a process that the kernel kills has freed its memory, and ended."""
 _LACKS_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|\bMemoryError\b|No available memory for the cache blocks", re.IGNORECASE
 )
 _SIGNALS_OF_CHANCE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals that come from outside: they say nothing about the program."""
+
+
+GiveUp = Callable[[SupervisedProgram, str], str | None]
+"""Ends a program that no restart can mend, for this reason, if the run can go on without it: it then returns a line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +82,8 @@ class Restarts:
         self._budget = budget
         self._clock = clock
         self._kernel_kills = kernel_kills or count_kernel_kills
-        self._killed_before = self._kernel_kills()
+        self._killed_before, self._killed_at = self._kernel_kills(), float("-inf")
+        self._counted_at = clock()
         self._histories: dict[str, _History] = {}
         self._pending: dict[str, _Pending] = {}
 
@@ -84,19 +95,32 @@ class Restarts:
         """Do not start a program again, if its restart is planned."""
         self._pending.pop(name, None)
 
-    def note_failures(self, never_ready: Collection[str], *, apart: Collection[str] = ()) -> list[str]:
+    def note_failures(
+        self,
+        never_ready: Collection[str],
+        *,
+        apart: Collection[str] = (),
+        give_up: GiveUp = lambda _child, _why: None,
+    ) -> list[str]:
         """End what is left of each failed program and plan its restart; return a line for each.
 
-        Raises `ChildFailed` if a restart cannot fix one of the failures. `never_ready` names the programs that have
-        not been ready yet: if one of these exits by itself, its settings do not work. Those in `apart` may fail.
+        Raises `ChildFailed` if a restart cannot mend one of the failures, unless `give_up` goes on without the program.
+        `never_ready` names the programs that have not been ready yet: if one of these exits by itself, its settings do
+        not work. Those in `apart` may fail.
         """
         failed = [child for child in self._supervisor.failed() if child.name not in apart]
+        if failed or self._clock() - self._counted_at >= COUNT_INTERVAL_SECONDS:
+            self._count_kernel_kills()
         lines = []
         for child in failed:
             final = self._final_cause(child, never_ready)
-            if final is not None:
+            if final is None:
+                lines.append(self._plan_restart(child))
+            elif (line := give_up(child, final)) is not None:
+                self._histories.pop(child.name, None)  # a program that is asked for later under this name is another
+                lines.append(line)
+            else:
                 raise self._supervisor.failure(failed, note=final)
-            lines.append(self._plan_restart(child))
         return lines
 
     def due(self) -> list[tuple[ChildSpec, int]]:
@@ -115,13 +139,19 @@ class Restarts:
         killed = code is None or code < 0
         if child.name in never_ready and not killed:
             return "it has never been ready, so its settings do not work here"
-        if code == -signal.SIGKILL and self._kernel_kills() > self._killed_before:
+        if code == -signal.SIGKILL and self._clock() - self._killed_at <= FREEING_SECONDS:
             return "the kernel has ended a process for lack of memory; see dmesg, and give the run more or ask for less"
         lines = child.last_lines()
         if not killed and any(_LACKS_MEMORY.search(line) for line in lines):
             return "it lacks memory; `atropos doctor --memory` tells what fits"
         by_chance = code is None or -code in _SIGNALS_OF_CHANCE
         return self._note(child, error="" if by_chance else f"{code} {reason(lines) or ''.join(lines[-1:])}")
+
+    def _count_kernel_kills(self) -> None:
+        """Note when the kernel last ended a process: it counts those of the whole host, of other containers as well."""
+        self._counted_at, count = self._clock(), self._kernel_kills()
+        if count > self._killed_before:
+            self._killed_before, self._killed_at = count, self._counted_at
 
     def _note(self, child: SupervisedProgram, error: str) -> str | None:
         """Record a failure in the program's history; return the reason if it was one too many."""
@@ -160,3 +190,17 @@ def count_kernel_kills(path: Path = Path("/proc/vmstat")) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def resuming(spec: ChildSpec, config: RunConfig, run_dir: Path, launched_at: float) -> ChildSpec:
+    """Return a program as it is started again: the trainer continues from the run's newest checkpoint."""
+    if spec.name != TRAINER:
+        return spec
+    first = spec.command[:-2] if RESUME_FLAG in spec.command else spec.command
+    if config.resume in {None, "auto"}:
+        return replace(spec, command=(*first, RESUME_FLAG, "auto"))
+    # Others in the folder may be newer than the one that the user has gone back to, so `auto` would be wrong.
+    latest = (config.save_path or run_dir) / LATEST_CHECKPOINT
+    if latest.exists() and latest.lstat().st_mtime >= launched_at:
+        return replace(spec, command=(*first, RESUME_FLAG, str(latest.resolve())))
+    return spec

@@ -196,6 +196,18 @@ def refuse_other_run(root: Path, *, resumes: bool) -> None:
         )
 
 
+def refuse_other_checkpoints(directory: Path, flag: str) -> None:
+    """Raise `RunDirectoryInUse` if a new run would write its checkpoints among those of another.
+
+    The launcher resumes a trainer that died from the newest one, and `--keep-last` keeps those of the most steps.
+    """
+    found = next(directory.glob("checkpoint-[0-9]*"), None)
+    if found is not None:
+        raise RunDirectoryInUse(
+            f"{flag} {directory} already holds {found.name} of a run; continue it with --resume auto, or name another"
+        )
+
+
 def read_record(path: Path) -> Mapping[str, Any]:
     """Return the content of a `config.json`; nothing if there is none, or none that can be read."""
     try:

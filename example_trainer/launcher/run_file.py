@@ -9,26 +9,16 @@ the trainer's and the launcher's are known here.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import Field, model_validator
 
-from atropos_api.common.cliconfig import (
-    RUN_FILE_SECTIONS,
-    ConfigError,
-    check_keys,
-    load_config,
-    nearest,
-    read_config_file,
-)
+from atropos_api.common.cliconfig import ConfigError, check_keys, load_config, nearest, read_config_file
 from atropos_api.common.option_flags import aliases, named_in
-from atropos_api.common.secrets import redact
 from example_trainer.config import TrainingConfig, settings_from
 from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, read_environments
 from example_trainer.launcher.placement.settings import (
@@ -39,6 +29,7 @@ from example_trainer.launcher.placement.settings import (
     read_placement,
     split_section,
 )
+from example_trainer.launcher.run_file_sections import read_sections
 from example_trainer.launcher.section_flags import PREFIXED_SECTIONS, SectionFlags, split_section_flags
 from example_trainer.launcher.teacher import TEACHER, check_teacher, own_teacher, unused_distillation
 from example_trainer.options.layout import BadLayout, DistributedLayout
@@ -83,7 +74,10 @@ class RunConfig(TrainingConfig):
         json_schema_extra=aliases("json"),
     )
     max_restarts: int = Field(
-        5, ge=0, description="Times that each program is restarted within --restart-window before the run ends."
+        5,
+        ge=0,
+        description="Times that each program is restarted within --restart-window before the run ends, or goes on with "
+        "its other registered servers.",
     )
     restart_window: float = Field(600.0, gt=0.0, description="Seconds for which a restart counts.")
     stop_grace: float = Field(
@@ -235,10 +229,12 @@ def trainer_settings(argv: Sequence[str], *, default_mode: str = "none") -> tupl
     mode = _requested_mode(own) or settings.get("weight_bridge_mode", default_mode)
     for path in paths:
         sections = read_sections(path)
-        on_gpu = ("modes_on_gpu",) if sections.get("modes_on_gpu") and serves_from_gpu(os.environ) else ()
-        for section in ("modes", *on_gpu):
-            differing = (sections.get(section) or {}).get(mode) or {}
-            settings |= check_keys(TrainingConfig, differing, where=f"--config {path}, {section}.{mode}")
+        on_gpu = bool(sections.get("modes_on_gpu")) and serves_from_gpu(os.environ)
+        for section in ("modes", "modes_on_gpu"):
+            for name, differing in (sections.get(section) or {}).items():
+                checked = check_keys(TrainingConfig, differing or {}, where=f"--config {path}, {section}.{name}")
+                if name == mode and (section == "modes" or on_gpu):
+                    settings |= checked
     return settings, own, paths
 
 
@@ -290,56 +286,6 @@ def _requested_mode(argv: Sequence[str]) -> str | None:
         if flag.replace("_", "-") == "--weight-bridge-mode":
             asked = value if equals else next(iter(argv[index + 1 :]), None)
     return asked
-
-
-def read_sections(path: str) -> dict[str, Any]:
-    """Return the sections of a run file other than the trainer's; empty for a file without sections."""
-    content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    if not set(RUN_FILE_SECTIONS) & set(content):
-        return {}
-    for key, value in content.items():
-        if key not in RUN_FILE_SECTIONS:
-            raise ConfigError(f"--config {path}: unknown section {key!r}{nearest(str(key), RUN_FILE_SECTIONS)}")
-        has_form, words = _FORMS.get(key, (_is_mapping, "settings"))
-        if value is not None and not has_form(value):
-            shown = json.dumps(redact(value), default=str)
-            raise ConfigError(f"--config {path}: section {key!r} takes {words}, got {shown}")
-    return {key: value for key, value in content.items() if key != "trainer"}
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _is_server(value: Any) -> bool:
-    """Return True if `value` has the form of one inference server or a list of them."""
-    return _is_mapping(value) or (isinstance(value, list) and all(map(_is_mapping, value)))
-
-
-def _is_environments(value: Any) -> bool:
-    """Return True if `value` is a list of entries whose `file`, `env`, `openai` and `teacher` have the right form."""
-    return isinstance(value, list) and all(
-        _is_mapping(entry)
-        and isinstance(entry.get("env") or {}, Mapping)
-        and _is_server(entry.get("openai") or {})
-        and _is_server(entry.get(TEACHER) or {})
-        and isinstance(entry.get("file") or "", str)
-        for entry in value
-    )
-
-
-def _is_modes(value: Any) -> bool:
-    return _is_mapping(value) and all(isinstance(settings or {}, Mapping) for settings in value.values())
-
-
-_FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "openai": (_is_server, "settings, or a list of them"),
-    TEACHER: (_is_server, "settings, or a list of them"),
-    "environments": (_is_environments, "a list of settings, each with file, env, openai and teacher"),
-    "modes": (_is_modes, "settings by weight bridge mode"),
-    "modes_on_gpu": (_is_modes, "settings by weight bridge mode"),
-}
-"""The check of each section that is not a plain mapping of settings, and the words for its form in messages."""
 
 
 def _split_config_paths(argv: Sequence[str]) -> tuple[list[str], list[str]]:

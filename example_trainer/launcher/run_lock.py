@@ -1,8 +1,8 @@
-"""The lock of a run directory: one launcher at a time works in it, and the kernel frees it when that launcher ends.
+"""The lock of a run's directories: one launcher, or one trainer that was started by hand, works in them at a time.
 
-Two launchers in one directory would mix their metrics and replace each other's checkpoints. The lock is one of the
-kernel's on an open file, so a launcher that is killed leaves none behind; the file stays, and holds the number of the
-process that had it last.
+Two of them would mix their metrics and replace each other's checkpoints. The lock is one of the kernel's on an open
+file, so a process that is killed leaves none behind; the file stays, and holds the number of the process that had it
+last. A trainer under a launcher takes none: its launcher holds them, also while it starts the trainer again.
 """
 
 from __future__ import annotations
@@ -10,40 +10,58 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from example_trainer.launcher.run_dir import RunDirectoryInUse, reporting_flag
+from example_trainer.processes.tree import MARK_VARIABLE
 
-LOCK_NAME = "launcher.lock"
+LOCK_NAME = "run.lock"
 
 
 @contextmanager
-def locked(root: Path) -> Iterator[None]:
-    """Hold the lock of the run directory `root`; raise `RunDirectoryInUse`, with its pid, while another launcher does.
+def locked(places: Mapping[str, Path | None]) -> Iterator[None]:
+    """Hold the locks of directories, given by their flags; None is no directory.
 
-    If the file system has no locks, the run goes on without one.
+    Raises `RunDirectoryInUse`, with the holder's pid, while another process has one of them. A file system that has no
+    locks gives none, and the run goes on without.
     """
-    with reporting_flag(root, "--run-dir"):
-        descriptor = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    # By their real paths: the kernel would refuse a second lock on one file to its own holder, too.
+    directories = {path.resolve(): (flag, path) for flag, path in places.items() if path is not None}
+    with ExitStack() as held:
+        for flag, path in directories.values():
+            held.enter_context(_locked(path, flag))
+        yield
+
+
+def started_by_launcher(environ: Mapping[str, str]) -> bool:
+    """Return True in a program that a launcher has started."""
+    return bool(environ.get(MARK_VARIABLE))
+
+
+@contextmanager
+def _locked(directory: Path, flag: str) -> Iterator[None]:
+    with reporting_flag(directory, flag):
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        _lock(descriptor, root)
+        _lock(descriptor, directory, flag)
         yield
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, root: Path) -> None:
+def _lock(descriptor: int, directory: Path, flag: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "its process is just starting"
         raise RunDirectoryInUse(
-            f"--run-dir {root}: another launcher works there ({holder}); wait for its end, or name another directory"
+            f"{flag} {directory}: another run works there ({holder}); wait for its end, or name another directory"
         ) from None
     except OSError:
         return
-    with reporting_flag(root, "--run-dir"):
+    with reporting_flag(directory, flag):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"pid {os.getpid()} on {platform.node()}\n".encode(), 0)

@@ -8,6 +8,7 @@ that has ended, or has lost a long-lived process, although it should be running;
 from __future__ import annotations
 
 import getpass
+import itertools
 import shutil
 import signal
 import tempfile
@@ -69,6 +70,7 @@ class Supervisor:
         """Keep the log directory; `detached` is for a process whose starter kills its children (see `Guardian`)."""
         self._log_dir = log_dir
         self._mark = uuid.uuid4().hex
+        self._starts = itertools.count(1)
         # A directory of its own keeps sockets and scratch files of killed children findable.
         self._temporary_dir = _name_scratch(self._mark)
         self._shared_memory = SharedMemoryLedger()
@@ -87,6 +89,11 @@ class Supervisor:
     ) -> None:
         self.close(grace_seconds=STOP_GRACE_SECONDS if error is None else FAILURE_GRACE_SECONDS)
 
+    @property
+    def scratch(self) -> Path:
+        """The temporary directory of the run, which is removed with it, also after a kill."""
+        return Path(self._temporary_dir)
+
     def __getitem__(self, name: str) -> SupervisedProgram:
         return self._children[name]
 
@@ -102,11 +109,13 @@ class Supervisor:
     def start(self, spec: ChildSpec, *, restarted: int = 0) -> SupervisedProgram:
         """Start a program, after `restarted` earlier restarts; its output goes to `<log dir>/<name>.log`."""
         log_path = self._log_dir / f"{spec.name}.log"
-        process = spawn(self._command(spec), environment=self._environment(spec), log_path=log_path)
+        mark = f"{self._mark}.{next(self._starts)}."
+        process = spawn(self._command(spec), environment=self._environment(spec, mark), log_path=log_path)
         child = Child(
             spec=spec,
             process=process,
             handle=psutil.Process(process.pid),
+            mark=mark,
             log_path=log_path,
             started_at=time.monotonic(),
             restarted=restarted,
@@ -150,13 +159,14 @@ class Supervisor:
         del self._children[name]
 
     def stop(self, name: str, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
-        """End one child and its processes, and stop watching it."""
+        """End one child and its processes, those that nobody saw before it died among them, and stop watching it."""
         child = self._children.pop(name)
         found = [child.handle, *child.descendants]
 
         def running() -> list[psutil.Process]:
-            # A process that loses its parent while this stops is nobody's descendant; it stayed until the run's end.
-            found[:] = find_tree(found, "")
+            # A process that has lost its parent, before or while this stops, is nobody's descendant: the mark tells it,
+            # or that it was found before.
+            found[:] = find_tree(found, child.mark)
             return list(found)
 
         end_processes(running, grace_seconds=grace_seconds)
@@ -191,10 +201,10 @@ class Supervisor:
         write_yaml(path, spec.secret_settings)
         return (*spec.command, "--config", str(path))
 
-    def _environment(self, spec: ChildSpec) -> dict[str, str]:
+    def _environment(self, spec: ChildSpec, mark: str) -> dict[str, str]:
         scratch = self._temporary_dir
         own = {
-            MARK_VARIABLE: self._mark,
+            MARK_VARIABLE: mark,
             "SPT_NOENV": "1",  # setproctitle would otherwise write its title over the mark
             "TMPDIR": scratch,
             "VLLM_RPC_BASE_PATH": scratch,

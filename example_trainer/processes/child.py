@@ -163,6 +163,8 @@ class Child(SupervisedProgram):
 
     process: subprocess.Popen[bytes]
     handle: psutil.Process
+    mark: str
+    """The mark that its processes have in their environment, and those of no other child."""
 
     @property
     def exit_code(self) -> int | None:

@@ -140,7 +140,11 @@ class Guardian:
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
-        self._process.wait(timeout=10)
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:  # on a machine that swaps: everything is cleaned up, so it has nothing to do
+            self._process.kill()
+            self._process.wait()
 
     def _write(self, message: dict[str, Any]) -> None:
         pipe = self._process.stdin

@@ -74,7 +74,8 @@ def _bind(bound: contextlib.ExitStack, host: str, port: int) -> int:
     The kernel assigns such a port to no process that asks for any port; a process that asks for it by number with
     SO_REUSEADDR, as all servers do, can listen on it.
     """
-    held = bound.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    held = bound.enter_context(socket.socket(family, socket.SOCK_STREAM))
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind((host, port))
     return int(held.getsockname()[1])

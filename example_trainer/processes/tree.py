@@ -1,8 +1,9 @@
 """Finds and ends the processes of a launcher, by descent and by an inherited mark, never by name, port or user.
 
-Every child is started with `MARK_VARIABLE` set to a unique value. A process that leaves its parent, its session and
-its process group still has the mark in its environment, so a run can always distinguish its own processes from
-others'. `python_path` lets children import the code that this process runs, from any folder.
+Every child is started with `MARK_VARIABLE` set to a unique value, which begins with that of its run. A process that
+leaves its parent, its session and its process group still has the mark in its environment, so a run can always
+distinguish its own processes from others'. `python_path` lets children import the code that this process runs, from any
+folder.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def describe(process: psutil.Process) -> str:
 
 
 def find_tree(roots: Iterable[psutil.Process], mark: str) -> list[psutil.Process]:
-    """Return the running processes among `roots`, their descendants, and those with `mark`; never this process."""
-    found = {process.pid: process for process in _marked(mark)}
+    """Return the running ones of `roots`, their descendants, and those with a mark of that beginning; not this one."""
+    found = {process.pid: process for process in (_marked(mark) if mark else ())}
     for root in roots:
         with contextlib.suppress(psutil.Error):
             found.update((process.pid, process) for process in (root, *root.children(recursive=True)))
@@ -125,9 +126,10 @@ def _marked(mark: str) -> list[psutil.Process]:
     return [process for pid in pids if _environment_holds(pid, needle) and (process := open_process(pid))]
 
 
-def _environment_holds(pid: int, needle: bytes) -> bool:
+def _environment_holds(pid: int, beginning: bytes) -> bool:
     try:
-        return needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return any(variable.startswith(beginning) for variable in variables)
     except OSError:
         return False
 

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -21,6 +22,7 @@ from example_trainer.cli import StopFlag, run_trackers, silence_unused_kernels
 from example_trainer.config import settings_from
 from example_trainer.launcher.base_model import require_model
 from example_trainer.launcher.run_dir import provenance, write_json
+from example_trainer.launcher.run_lock import locked
 from example_trainer.sft.config import SftConfig
 from example_trainer.sft.output import CONFIG_FILE, claim_folder, refuse_used_folder, settle_folder
 
@@ -86,11 +88,12 @@ def _train(config: SftConfig, directory: Path, ranks: Ranks) -> int:
     torch.manual_seed(config.seed)
     directory = ranks.on_main(lambda: directory)
     data = _read(config)
-    ranks.on_main(lambda: claim_folder(directory, deletes=config.overwrite))
     record = {"sft": public_settings(config), **provenance()}
-    ranks.on_main(lambda: write_json(directory / CONFIG_FILE, record))
     stop = StopFlag()
-    with stop.listening():
+    with ExitStack() as held, stop.listening():
+        ranks.on_main(lambda: held.enter_context(locked({"--save-path": directory})))
+        ranks.on_main(lambda: claim_folder(directory, deletes=config.overwrite))
+        ranks.on_main(lambda: write_json(directory / CONFIG_FILE, record))
         tuning = FineTuning(
             config,
             directory,

@@ -17,6 +17,7 @@ from example_trainer.checkpoint_model_files import raising_os_errors, write_merg
 from example_trainer.checkpointing import LATEST, PREFIX
 from example_trainer.errors import CheckpointError
 from example_trainer.launcher.run_dir import require_writable
+from example_trainer.launcher.run_lock import LOCK_NAME
 from example_trainer.monitoring.trackers import EVENTS_FILE, METRICS_FILE
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def settle_folder(config: SftConfig) -> Path:
 
 def refuse_used_folder(directory: Path) -> None:
     """Raise `ConfigError` if the folder has files already."""
-    if directory.is_dir() and any(directory.iterdir()):
+    if directory.is_dir() and any(path.name != LOCK_NAME for path in directory.iterdir()):
         raise ConfigError(
             f"--save-path {directory}: the folder is not empty; name another, add --resume auto to continue the run in "
             "it, or --overwrite to delete that run"

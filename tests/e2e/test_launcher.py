@@ -166,7 +166,7 @@ def test_a_second_launcher_in_a_run_directory_names_the_first_and_changes_nothin
     second = standins("--training-steps", "3", "--resume", "auto")
     code, out, error = second.end()
     assert (code, out, error.count("\n")) == (2, "", 1)
-    assert f"another launcher works there (pid {launched.process.pid} on " in error
+    assert f"another run works there (pid {launched.process.pid} on " in error
     assert [path.name for path in launched.run_dir.glob("logs/attempt_*")] == ["attempt_1"]
     launched.process.kill()  # which ends its lock
     launched.process.communicate()

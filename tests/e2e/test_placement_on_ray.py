@@ -113,7 +113,7 @@ def nodes() -> Iterator[RayNodes]:
 def start(standins: Callable[..., Launched], nodes: RayNodes) -> Callable[..., Launched]:
     """The launcher over stand-ins, with its programs on the cluster."""
 
-    def start(*flags: str, **variables: str) -> Launched:
+    def start(*flags: str, **variables: Any) -> Launched:
         return standins(*FLAGS, "--placement-address", nodes.address, *flags, **variables)
 
     return start
@@ -166,6 +166,13 @@ def test_a_run_trains_on_the_nodes_and_gives_everything_back(start, nodes: RayNo
     ]  # fmt: skip
     assert wait_until(lambda: remains(launched) == [], GONE_SECONDS), remains(launched)
     assert wait_until(lambda: nodes.free_gpus() == 6.0, GONE_SECONDS)
+
+
+def test_runs_in_directories_of_one_name_are_on_the_cluster_at_once(start, tmp_path: Path) -> None:
+    runs = [start("--training-steps", "100", run_dir=tmp_path / place / "run") for place in ("a", "b")]
+    for launched in runs:
+        code, _, error = launched.end(120)
+        assert (code, error) == (0, ""), launched.logs()
 
 
 @pytest.mark.parametrize("name", ["vllm-2", "trainer"])

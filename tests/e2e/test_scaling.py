@@ -177,6 +177,19 @@ def test_an_added_server_that_does_not_start_leaves_the_run_as_it_was_and_says_w
     assert scene.launched.process.poll() is None
 
 
+def test_a_server_that_may_not_be_restarted_again_is_given_up_and_the_run_goes_on_with_the_other(start) -> None:
+    scene = start("--num-inference-nodes", "2", "--max-restarts", "0")
+    first, _ = sorted(scene.wait_for_serving(2), key=lambda row: row.server_id)
+    scene.launched.child("registered_standin.py", "vllm-2.yaml").kill()
+    assert wait_until(lambda: bool(scene.fleet.note), LIMIT_SECONDS), scene.launched.logs()
+    assert "vllm-2 is given up, and the run goes on with the other servers" in scene.fleet.note
+    assert [row.server_id for row in scene.wait_for_serving(1)] == [first.server_id]
+    scene.launched.child("registered_standin.py", "vllm.yaml").kill()
+    code, _, error = scene.launched.end()
+    assert code == 1
+    assert "vllm was killed by SIGKILL" in error
+
+
 @pytest.mark.skipif(not LONG, reason="a second launch: ATROPOS_SCALING=1")
 def test_a_killed_launcher_goes_on_with_the_number_that_was_asked_for(start, standins) -> None:
     scene = start()

@@ -181,7 +181,7 @@ LAUNCHER: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a trainer starts anew instead of continuing",
-        "example_trainer/launcher/launch.py",
+        "example_trainer/launcher/restarts.py",
         'return replace(spec, command=(*first, RESUME_FLAG, "auto"))',
         "return spec",
         "unit/launcher/test_resuming.py::test_a_trainer_is_started_again_from_the_newest_checkpoint",
@@ -197,8 +197,8 @@ LAUNCHER: tuple[Mutant, ...] = (
     Mutant(
         "orphans outlive the run",
         _TREE,
-        "return needle in Path",
-        "return needle == Path",
+        "return any(variable.startswith(beginning)",
+        "return all(variable.startswith(beginning)",
         f"{_CHILDREN}an_orphan_is_found_by_the_mark_it_inherited",
     ),
     Mutant(

@@ -7,10 +7,7 @@ files in a temporary directory.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +22,7 @@ from example_trainer.commands.doctor.model_files import ModelFiles
 from example_trainer.errors import ModelNotFound, TrainerError
 from example_trainer.launcher.base_model import local_base, require_model
 from example_trainer.launcher.endpoints import Endpoints
+from example_trainer.launcher.environment_check import ask_environment
 from example_trainer.launcher.environment_settings import EnvironmentNotFound, EnvironmentSettings, program_of
 from example_trainer.launcher.plan import VLLM, Plan, make_plan
 from example_trainer.launcher.run_dir import RunDir, as_plain_data, plan_run_dir
@@ -33,10 +31,6 @@ from example_trainer.launcher.teacher import TEACHER, TEACHER_SERVER, own_teache
 from example_trainer.processes.gpus import count_gpus
 from example_trainer.processes.ports import LOOPBACK
 from example_trainer.serving.config import ServerConfig, read_config
-
-FACTS_PROGRAM = "environments.facts"
-FACTS_SECONDS = 20.0
-"""Time that one environment's module may take to be imported before the doctor goes on without it."""
 
 PLANNED_BROKER_PORT, PLANNED_TEACHER_PORT = 8000, 8001
 
@@ -105,10 +99,10 @@ def gather(argv: Sequence[str]) -> tuple[RequestedRun, list[Finding]]:
     plan = make_plan(usable, run, _planned_endpoints(usable), model=name, teacher_model=teacher_name)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        asking = [(entry, _ask_facts(entry, plan, folder)) for entry in usable.environments]
+        asking = [ask_environment(entry, plan, folder) for entry in usable.environments]
         server, extras = _server_options(usable, plan, folder, found)
         teacher_server, teacher_extras = _teacher_options(usable, plan, folder, found)
-        environments = tuple(Environment(entry=entry, facts=_answer(process)) for entry, process in asking)
+        environments = tuple(Environment(entry=asked.entry, facts=asked.facts()) for asked in asking)
     requested = RequestedRun(
         settings=settings,
         run=run,
@@ -268,35 +262,3 @@ def _as_mapping(flags: Sequence[str]) -> dict[str, Any]:
         elif name:
             settings[name] = word
     return settings
-
-
-def _ask_facts(entry: EnvironmentSettings, plan: Plan, folder: Path) -> subprocess.Popen[bytes]:
-    """Start the process that answers about an environment, with the settings that a launch would give it."""
-    spec = plan.child(entry.name)
-    if spec is None:
-        raise ConfigError(f"{entry.name} is not part of the plan")
-    at = spec.command.index("--config")
-    path = folder / f"{entry.name}.yaml"
-    path.write_text(yaml.safe_dump(as_plain_data(plan.settings_of(entry.name))), encoding="utf-8")
-    program = program_of(entry.server)
-    server = entry.server if program[0] == "-m" else program[0]
-    command = [sys.executable, "-m", FACTS_PROGRAM, server, "--config", str(path), *spec.command[at + 2 :]]
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, **spec.environment},
-    )
-
-
-def _answer(process: subprocess.Popen[bytes]) -> Mapping[str, Any] | None:
-    """Return the answer of an environment's process; None if it takes too long or gives none."""
-    try:
-        output, _ = process.communicate(timeout=FACTS_SECONDS)
-        answer = json.loads(output)
-    except (subprocess.TimeoutExpired, ValueError):
-        process.kill()
-        process.communicate()
-        return None
-    return answer if isinstance(answer, Mapping) else None

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from example_trainer.commands.doctor.findings import Finding, error, warning
-from example_trainer.commands.doctor.requested_run import FACTS_SECONDS, Environment, RequestedRun
+from example_trainer.commands.doctor.requested_run import Environment, RequestedRun
+from example_trainer.launcher.environment_check import FACTS_SECONDS
 from example_trainer.launcher.environment_settings import fillable_batches
 from example_trainer.launcher.teacher import TEACHER_SERVER
 from example_trainer.serving.config import ServerConfig

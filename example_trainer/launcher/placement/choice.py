@@ -19,10 +19,9 @@ _PASSED = ("HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM",
 
 
 def open_placement(settings: RunSettings, run: RunDir) -> Placement:
-    """Return the placement that was asked for, connected; raise `ConfigError` if it cannot take this run."""
+    """Return the placement that was asked for, connected; raise `ConfigError` if it is not there."""
     if not settings.placement.is_ray:
         return LocalPlacement()
-    check_fits(settings)
     try:
         from example_trainer.launcher.placement.ray_placement import connect
     except ImportError as error:

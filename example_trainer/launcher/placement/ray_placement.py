@@ -52,7 +52,8 @@ def connect(settings: PlacementSettings, run: RunDir) -> RayPlacement:
     try:
         ray.init(
             address=settings.address,
-            namespace=f"atropos-{run.root.name}",
+            # Its own: runs of equal names have actors of equal names, and so has the launch before in this directory.
+            namespace=f"{run.fleet_id}-{run.attempt}",
             log_to_driver=False,
             configure_logging=False,
         )
@@ -70,8 +71,8 @@ def connect(settings: PlacementSettings, run: RunDir) -> RayPlacement:
 class _SeatActor(SeatHost):
     """A seat as an actor: Ray calls its methods one after the other on the main thread of its process."""
 
-    def __init__(self, log_dir: Path, *, hides_gpus: bool) -> None:
-        super().__init__(log_dir, hides_gpus=hides_gpus)
+    def __init__(self, log_dir: Path, *, hides_gpus: bool, directory: Path) -> None:
+        super().__init__(log_dir, hides_gpus=hides_gpus, directory=directory)
         threading.Thread(target=_end_with, args=(os.getppid(),), name="raylet-watch", daemon=True).start()
 
     def arrive(self, run_dir: Path) -> tuple[str, bool]:
@@ -236,7 +237,7 @@ class RayPlacement:
                 num_gpus=role.gpus,
                 max_restarts=0,
                 scheduling_strategy=strategy,
-            ).remote(self._run.logs, hides_gpus=not role.gpus)
+            ).remote(self._run.logs, hides_gpus=not role.gpus, directory=Path.cwd())
             actors.append((seat_name, made, made.arrive.remote(self._run.logs)))
         seats = []
         for seat_name, actor, arrived in actors:

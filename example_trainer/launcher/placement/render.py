@@ -119,7 +119,7 @@ def render_slurm(machines: Machines, *, name: str, flags: Sequence[str], run_dir
 def render_kuberay(
     machines: Machines, *, name: str, run_file: Mapping[str, Any], image: str, claim: str, deadline_seconds: int
 ) -> str:
-    """Return a ConfigMap with the run file's settings, and a RayJob that runs the launcher on its head pod.
+    """Return a ConfigMap with the run file's settings and the job's script, and a RayJob that runs it on its head pod.
 
     `claim` is a volume that all pods may write. The settings come from the parsed file, so no comment is copied.
     """
@@ -127,14 +127,18 @@ def render_kuberay(
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": name},
-        "data": {"run.yaml": _Text(yaml.safe_dump(dict(run_file), sort_keys=False))},
+        "data": {
+            "run.yaml": _Text(yaml.safe_dump(dict(run_file), sort_keys=False)),
+            "launch.sh": _Text(_launch_script(name)),
+        },
     }
     job = {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
         "metadata": {"name": name},
         "spec": {
-            "entrypoint": _entrypoint(name),
+            # A script: releases of Ray differ in how they quote the words of an entrypoint for the head's shell.
+            "entrypoint": f"bash {MOUNT}/config/launch.sh",
             "submissionMode": "K8sJobMode",
             "shutdownAfterJobFinishes": True,
             "activeDeadlineSeconds": deadline_seconds,
@@ -145,10 +149,12 @@ def render_kuberay(
     return yaml.dump_all([config, job], Dumper=_Dumper, sort_keys=False)
 
 
-def _entrypoint(name: str) -> str:
-    words = f"atropos-grpo-run --config {MOUNT}/config/run.yaml --placement ray --run-dir {MOUNT}/runs/{name}"
-    script = f'echo $$ > {_PID_FILE}; exec {words} --placement-address "$POD_IP:{PORT}" --resume auto'
-    return f"bash -c {shlex.quote(f'{script} --stop-grace {GRACE_SECONDS}')}"
+def _launch_script(name: str) -> str:
+    words = f"--config {MOUNT}/config/run.yaml --placement ray --run-dir {MOUNT}/runs/{name} --resume auto"
+    return (
+        f"echo $$ > {_PID_FILE}\n"
+        f'exec atropos-grpo-run {words} --placement-address "$POD_IP:{PORT}" --stop-grace {GRACE_SECONDS}\n'
+    )
 
 
 _PID_FILE = "/tmp/atropos-launcher.pid"  # noqa: S108 - inside the head's container

@@ -25,8 +25,14 @@ SET_BY_RAY = frozenset({"OMP_NUM_THREADS"})
 class SeatHost:
     """Runs one program at a time. Its methods are called one after the other, on the process's main thread."""
 
-    def __init__(self, log_dir: Path, *, hides_gpus: bool) -> None:
-        """`hides_gpus` is true for a seat without a GPU: its programs then see none of the node's."""
+    def __init__(self, log_dir: Path, *, hides_gpus: bool, directory: Path) -> None:
+        """`hides_gpus` is true for a seat without a GPU: its programs then see none of the node's.
+
+        `directory` is the launcher's, from which relative paths in settings count; a node that lacks it has them count
+        from where its Ray was started.
+        """
+        with contextlib.suppress(OSError):
+            os.chdir(directory)
         for name in [name for name in os.environ if name.startswith(FOREIGN_PREFIXES) or name in SET_BY_RAY]:
             del os.environ[name]
         self._hidden = {"CUDA_VISIBLE_DEVICES": ""} if hides_gpus else {}

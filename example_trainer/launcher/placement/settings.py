@@ -98,8 +98,9 @@ def launchers_own(section: Mapping[str, Any], layout: DistributedLayout | None) 
 def read_placement(section: Mapping[str, Any], flags: Mapping[str, Any]) -> PlacementSettings:
     """Return the settings of the section and the launcher's flags; raise `ConfigError` for unusable values."""
     given = {**section, **{key: flags[flag] for key, flag in _FLAGS.items()}}
+    checked = check_keys(PlacementSettings, given, where="placement")
     try:
-        settings = validate(PlacementSettings, check_keys(PlacementSettings, given, where="placement"))
+        settings = validate(PlacementSettings, checked)
     except ConfigError as error:
         raise ConfigError(f"placement: {error}") from error
     if settings.is_ray:

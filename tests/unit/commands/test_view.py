@@ -196,6 +196,12 @@ def test_a_directory_without_store_and_metrics_is_reported_in_one_line(tmp_path:
         main.run(["view"])
 
 
+@pytest.mark.parametrize("flags", [[], ["--port", "0"]])
+def test_a_path_with_nothing_at_it_is_told_in_place_of_an_empty_page(tmp_path: Path, flags: list[str]) -> None:
+    with pytest.raises(ConfigError, match="missing: no such run directory or file of groups"):
+        main.run(["view", str(tmp_path / "missing"), *flags])
+
+
 def test_the_command_prints_its_address_and_leaves_nothing_when_it_is_stopped(
     run: tuple[Path, str], tmp_path: Path
 ) -> None:

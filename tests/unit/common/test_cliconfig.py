@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from atropos_api.common.cliconfig import ConfigError, load_config, load_config_with_rest
+from atropos_api.common.cliconfig import ConfigError, load_config, load_config_with_rest, read_yaml
 
 
 class Env(BaseModel):
@@ -193,3 +193,9 @@ def test_a_mistake_in_one_of_several_forms_is_reported_alone_and_no_key_with_it(
     config.write_text("model_name: m\nopenai: [{api_key: secret}, {timeout: soon}]\n")
     with pytest.raises(ConfigError, match=r"\A--openai\.1\.timeout: [^;]*\Z"):
         parse(f"--config {config}")
+
+
+def test_a_key_that_a_merged_mapping_has_as_well_is_no_key_twice(tmp_path: Path) -> None:
+    path = tmp_path / "merged.yaml"
+    path.write_text("base: &base {a: 1, b: 2}\nover: {<<: *base, a: 3}\nlist: [{a: 1}, {a: 2}]\n")
+    assert read_yaml(path)["over"] == {"a": 3, "b": 2}

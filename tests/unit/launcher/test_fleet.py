@@ -24,6 +24,7 @@ from example_trainer.launcher.restarts import RestartBudget, Restarts
 from example_trainer.launcher.run_dir import RunDir, plan_run_dir
 from example_trainer.launcher.run_file import RunSettings, read_settings
 from example_trainer.launcher.supervisor import Supervisor
+from example_trainer.processes.child import ChildFailed
 from example_trainer.processes.tree import wait_until
 
 FLAGS = ("--registered-servers", "--weight-bridge-mode", "lora_only", "--env.server", __file__)
@@ -128,6 +129,11 @@ class Scene:
                 lease_id=f"lease-{name}-{boot_id}", boot_id=boot_id, mode="adapters", port=9, ready=ready
             )
             self.broker.servers.renew(self.server_id(name), report, "127.0.0.1")
+
+    def prove(self, *names: str) -> None:
+        """Have servers serve, as after a publish."""
+        leases = [f"lease-{name}-{self.supervisor[name].process.pid}" for name in names]
+        self.broker.servers.prove("default", leases)
 
     def leave(self, name: str) -> None:
         """End a server's program with exit code 0, as after its last request."""
@@ -240,7 +246,37 @@ def test_a_server_that_has_answered_once_is_restarted_as_any_other(scene: Scene)
     assert scene.restarts.due() == []
 
 
-def test_a_server_that_loads_is_stopped_and_an_unknown_one_only_once_all_are_known(scene: Scene) -> None:
+def test_a_server_that_no_restart_mends_is_given_up_only_while_another_one_serves(scene: Scene) -> None:
+    def fail(name: str) -> list[str]:
+        os.kill(scene.supervisor[name].process.pid, signal.SIGKILL)
+        assert wait_until(lambda: scene.supervisor[name].exit_code is not None, 20)
+        lines = scene.restarts.note_failures((), apart=scene.fleet.unsettled, give_up=scene.fleet.give_up)
+        scene.now += 10.0
+        for spec, restarted in scene.restarts.due():
+            scene.supervisor.start(spec, restarted=restarted)
+        return lines
+
+    scene.scale(2)
+    scene.register("vllm", "vllm-2")
+    scene.prove("vllm", "vllm-2")
+    scene.poll()
+    for _ in range(3):
+        assert "restart" in fail("vllm-2")[0]
+    (line,) = fail("vllm-2")
+    assert line.startswith("vllm-2 is given up, and the run goes on with the other servers: it was killed by SIGKILL")
+    assert "it has failed 4 times within 100 s, and --max-restarts is 3" in line
+    assert scene.poll() == []
+    assert (scene.seen.wanted, scene.seen.running, scene.seen.note) == (1, 1, line)
+    assert scene.running == {"vllm"}
+    assert {row.server_id: row.state for row in scene.broker.get_servers().servers}[scene.server_id("vllm-2")] == "gone"
+    assert scene.scale(2)[1:] == ["vllm-2 starts"], "somebody has mended it"
+    for _ in range(3):
+        assert "restart" in fail("vllm")[0]
+    with pytest.raises(ChildFailed, match="vllm was killed by SIGKILL"):
+        fail("vllm")
+
+
+def test_a_server_that_loads_is_stopped_and_one_that_nobody_knows_only_once_all_are_known(scene: Scene) -> None:
     scene.scale(3)
     scene.register("vllm-2", ready=False)
     assert scene.scale(1)[1:] == ["vllm-2 is stopped before it has served"]

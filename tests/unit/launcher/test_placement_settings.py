@@ -10,7 +10,8 @@ import yaml
 
 from atropos_api.common.cliconfig import ConfigError
 from example_trainer.launcher.endpoints import EVERY_ADDRESS, broker_token, settle_endpoints
-from example_trainer.launcher.placement.choice import check_fits, open_placement, passed_variables, roles_of
+from example_trainer.launcher.launch import plan_launch
+from example_trainer.launcher.placement.choice import open_placement, passed_variables, roles_of
 from example_trainer.launcher.placement.settings import PlacementSettings
 from example_trainer.launcher.plan import make_plan
 from example_trainer.launcher.run_dir import RunDir
@@ -51,9 +52,9 @@ def test_an_address_that_may_name_another_cluster_is_refused_with_the_reason(add
         (("--vllm.port", "9001"), "name a port of one machine"),
     ],
 )
-def test_settings_of_one_machine_are_refused(flags, told) -> None:
+def test_settings_of_one_machine_are_refused_as_soon_as_by_the_dry_run(flags, told) -> None:
     with pytest.raises(ConfigError, match=told):
-        check_fits(settings_of(*RAY, *flags))
+        plan_launch(settings_of(*RAY, *flags))
 
 
 def test_without_ray_installed_it_is_one_line_with_the_command_that_installs_it(tmp_path: Path, monkeypatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from atropos_api.common.cliconfig import ConfigError
 from example_trainer.errors import ModelNotFound
 from example_trainer.launcher.base_model import (
     LocalBase,
@@ -198,6 +199,33 @@ def test_all_programs_agree_on_addresses_and_model(tmp_path: Path) -> None:
     child = made.child("vllm")
     assert child is not None
     assert child.environment["LOGDIR"] == str(tmp_path / "run/bridge")
+
+
+@pytest.mark.parametrize(
+    ("host", "reached"),
+    [("127.0.0.2", "127.0.0.2"), ("0.0.0.0", "127.0.0.1"), ("localhost", "127.0.0.1")],
+)
+def test_programs_reach_the_broker_where_it_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, reached: str
+) -> None:
+    monkeypatch.setenv("ATROPOS_TOKEN", "abcdefgh")
+    made = plan(tmp_path, *OWN_ENVIRONMENT, "--api.host", host)
+    url = f"http://{reached}:{made.settings_of('broker')['api']['port']}"
+    assert made.endpoints.broker_url == url
+    assert made.settings_of("trainer")["trainer"]["atropos_url"] == url
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [("0.0.0.0", "callers need a token; set ATROPOS_TOKEN"), ("203.0.113.7", "name an address of this machine")],
+)
+def test_an_address_at_which_no_program_would_get_in_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, told: str
+) -> None:
+    if told.startswith("name"):
+        monkeypatch.setenv("ATROPOS_TOKEN", "abcdefgh")
+    with pytest.raises(ConfigError, match=rf"--api.host {host}: .*{told}"):
+        plan(tmp_path, *OWN_ENVIRONMENT, "--api.host", host)
 
 
 def test_the_ports_of_a_launch_are_its_own_for_as_long_as_it_lasts(

@@ -16,15 +16,18 @@ import pytest
 from rich.console import Console
 
 from atropos_api.common.cliconfig import ConfigError
-from example_trainer.launcher.progress import Endpoint, Feed, Snapshot, silent_environments
+from example_trainer.launcher.progress import KEPT_ROWS, Endpoint, Feed, Snapshot, silent_environments
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.launcher.views import LastingView, PlainView, make_view, render, sparkline
 from example_trainer.monitoring.trackers import MetricsTail
 
 
 class _Broker(BaseHTTPRequestHandler):
+    epoch = 1
+
     def do_GET(self) -> None:
-        status = {"run": {"run_id": "r"}, "environments": [{"name": "e"}], "queue": {"sequences": 64}}
+        run = {"run_id": "r", "epoch": self.epoch}
+        status = {"run": run, "environments": [{"name": "e"}], "queue": {"sequences": 64}}
         body = json.dumps(status if self.path == "/v1/status" else {}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -77,6 +80,15 @@ def test_rows_of_an_earlier_attempt_can_be_passed_over(tmp_path: Path) -> None:
     assert [row["step"] for row in tail.read()] == [3]
 
 
+def test_of_a_run_of_days_the_newest_steps_are_kept_and_those_trained_again_are_replaced(tmp_path: Path) -> None:
+    state = snapshot(tmp_path)
+    for step in range(1, 5 * KEPT_ROWS):
+        state.add([{"step": step, "reward/mean": float(step)}])
+    assert (len(state.rows), state.step) == (KEPT_ROWS, 5 * KEPT_ROWS - 1)
+    state.add([{"step": state.step - 2, "reward/mean": 0.0}])
+    assert [row["reward/mean"] for row in state.rows[-2:]] == [float(state.step - 1), 0.0]
+
+
 def test_milestones_are_reached_as_servers_answer(tmp_path: Path, broker_url: str) -> None:
     state = snapshot(tmp_path)
     state.milestones = dict.fromkeys(["broker", "vllm", "trainer", "environment"])
@@ -87,6 +99,18 @@ def test_milestones_are_reached_as_servers_answer(tmp_path: Path, broker_url: st
     feed = Feed(state, metrics=tail, broker=Endpoint(broker_url), servers={"vllm": [Endpoint(broker_url)]})
     feed.poll()
     assert None not in state.milestones.values()
+    feed.close()
+
+
+def test_the_trainer_of_the_launch_before_is_not_the_one_that_is_awaited(tmp_path: Path, broker_url: str) -> None:
+    state = snapshot(tmp_path)
+    state.milestones = dict.fromkeys(["broker", "trainer"])
+    tail = MetricsTail(tmp_path / "metrics.jsonl")
+    feed = Feed(state, metrics=tail, broker=Endpoint(broker_url), knows_run=True)
+    for epoch, ready in ((1, False), (1, False), (2, True)):
+        _Broker.epoch, feed._asked_at = epoch, 0.0
+        feed.poll()
+        assert (state.milestones["trainer"] is not None) == ready
     feed.close()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,6 +15,7 @@ from atropos_api.common.cliconfig import ConfigError
 from example_trainer.commands import main
 from example_trainer.launcher.placement.render import BEFORE_LIMIT_SECONDS, GRACE_SECONDS
 from example_trainer.launcher.run_file import read_settings
+from example_trainer.processes.tree import wait_until
 
 TEXT = """# the key is hf_secretsecretsecret
 trainer: {model_name: m, registered_servers: true, weight_bridge_mode: lora_only, name: My Run_1}
@@ -103,8 +106,44 @@ def test_the_manifests_have_the_keys_of_a_ray_job_and_the_run_file_without_comme
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
     assert "kill -TERM" in head["lifecycle"]["preStop"]["exec"]["command"][-1]
-    assert f"--stop-grace {GRACE_SECONDS}" in spec["entrypoint"]
-    assert '--placement-address "$POD_IP:6379"' in spec["entrypoint"]
+    assert spec["entrypoint"] == "bash /atropos/config/launch.sh"
+    assert f"--stop-grace {GRACE_SECONDS}" in config["data"]["launch.sh"]
+    assert '--placement-address "$POD_IP:6379"' in config["data"]["launch.sh"]
+
+
+STAND_IN = """#!/bin/bash
+trap "touch ended; exit 143" TERM
+while sleep 0.1; do :; done
+"""
+
+
+@pytest.mark.parametrize("quoted", [shlex.join, subprocess.list2cmdline])
+def test_the_end_of_a_pod_stops_the_launcher_however_the_job_s_words_are_quoted(
+    run_file, capsys, tmp_path, quoted
+) -> None:
+    """Ray hands the entrypoint to a shell; older releases quote it as Windows does, and `$$` is the shell's."""
+    text = rendered(capsys, "kuberay", str(run_file), "--image", "i")
+    text = text.replace("/atropos/config", str(tmp_path)).replace("/tmp/atropos-launcher.pid", f"{tmp_path}/pid")
+    config, job = yaml.safe_load_all(text)
+    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    (tmp_path / "launch.sh").write_text(config["data"]["launch.sh"])
+    (tmp_path / "atropos-grpo-run").write_text(STAND_IN)
+    (tmp_path / "atropos-grpo-run").chmod(0o700)
+    words = quoted(shlex.split(job["spec"]["entrypoint"]))
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "POD_IP": "10.0.0.1"}
+    with subprocess.Popen(words, shell=True, cwd=tmp_path, env=variables) as submitted:
+        launcher = tmp_path / "pid"
+        assert wait_until(lambda: launcher.exists() and launcher.read_text().endswith("\n"), 20)
+        subprocess.run(head["lifecycle"]["preStop"]["exec"]["command"], check=True, timeout=60)
+        assert submitted.wait(20) == 143
+    assert (tmp_path / "ended").exists()
+
+
+@pytest.mark.parametrize("name", ["Mein Lauf_1", "訓練", "a" * 38 + "-" + "b" * 20, "-"])
+def test_the_name_of_a_job_is_one_that_kubernetes_takes(run_file, capsys, name: str) -> None:
+    run_file.write_text(TEXT.replace("My Run_1", f"'{name}'"))
+    for manifest in yaml.safe_load_all(rendered(capsys, "kuberay", str(run_file), "--image", "i")):
+        assert re.fullmatch(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?", manifest["metadata"]["name"])
 
 
 @pytest.mark.parametrize(

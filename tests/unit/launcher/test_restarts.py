@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from example_trainer.launcher.restarts import (
+    COUNT_INTERVAL_SECONDS,
     FIRST_PAUSE_SECONDS,
+    FREEING_SECONDS,
     LONGEST_PAUSE_SECONDS,
     RestartBudget,
     Restarts,
@@ -178,6 +180,19 @@ def test_a_process_that_the_kernel_ended_for_lack_of_memory_is_not_started_again
     killed(supervisor.start(program(SLEEP)))
     with pytest.raises(ChildFailed, match="lack of memory; see dmesg"):
         restarts.note_failures(())
+
+
+def test_a_process_that_the_kernel_ended_elsewhere_on_the_host_long_ago_says_nothing(supervisor, clock) -> None:
+    kills = 0
+    restarts = make(supervisor, clock, lambda: kills)
+    child = supervisor.start(program(SLEEP))
+    kills = 1
+    clock.now += COUNT_INTERVAL_SECONDS
+    assert restarts.note_failures(()) == []
+    clock.now += FREEING_SECONDS + 1.0
+    killed(child)
+    (line,) = restarts.note_failures(())
+    assert "restart 1 of 3" in line
 
 
 def test_the_same_error_three_times_in_a_row_ends_the_run_before_its_budget(supervisor, restarts, clock) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.launcher.launch import Launch, plan_launch, resuming
+from example_trainer.launcher.launch import Launch, plan_launch
+from example_trainer.launcher.restarts import resuming
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.processes.child import ChildSpec
 from example_trainer.run import carry_out, resume_command

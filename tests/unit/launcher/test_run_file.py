@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from atropos_api.common.cliconfig import ConfigError
+from example_trainer.launcher.environment_settings import OF_ONE_ENVIRONMENT
 from example_trainer.launcher.run_file import read_settings, trainer_settings
 from example_trainer.launcher.section_flags import split_section_flags
 
@@ -86,7 +87,7 @@ def test_several_environments_are_numbered(tmp_path: Path) -> None:
     assert names == [("environment-1", "a.py"), ("environment-2", "b.py")]
 
 
-@pytest.mark.parametrize("flag", ["metrics_port", "session_port", "data_path_to_save_groups", "data_dir_to_save_evals"])
+@pytest.mark.parametrize("flag", OF_ONE_ENVIRONMENT)
 def test_a_port_or_file_for_one_environment_is_refused_for_several(tmp_path: Path, flag: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("environments: [{file: a.py}, {file: b.py}]\n")
@@ -94,6 +95,32 @@ def test_a_port_or_file_for_one_environment_is_refused_for_several(tmp_path: Pat
     with pytest.raises(ConfigError, match=rf"--env\.{flag} 9100: the run file has 2 environments"):
         read_settings([*argv, f"--env.{flag}", "9100"])
     assert len(read_settings([*argv, "--env.metrics_port", "0", "--env.group_size", "4"]).environments) == 2
+
+
+def test_environments_of_one_server_have_names_of_their_own_at_the_broker(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    entries = (
+        "{file: math_server.py}, {file: b.py}, {file: ./math_server.py}, {file: math_server.py, env: {wandb_name: m}}"
+    )
+    path.write_text(f"trainer: {{model_name: m}}\nenvironments: [{entries}, {{file: math_server.py}}]\n")
+    settings = read_settings(["--config", str(path)])
+    assert [entry.env.get("wandb_name") for entry in settings.environments] == [None, None, "math-2", "m", "math-4"]
+    path.write_text(
+        "trainer: {model_name: m}\n"
+        "environments: [{file: a.py, env: {wandb_name: same}}, {file: b.py, env: {wandb_name: same}}]\n"
+    )
+    with pytest.raises(ConfigError, match=r"env\.wandb_name same is given twice"):
+        read_settings(["--config", str(path)])
+
+
+def test_sections_of_one_environment_beside_a_list_of_them_are_remarked_on(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "trainer: {model_name: m}\nenv: {server: a.py}\nopenai: {timeout: 3}\nenvironments: [{file: b.py}]\n"
+    )
+    settings = read_settings(["--config", str(path)])
+    assert [entry.server for entry in settings.environments] == ["b.py"]
+    assert "env and openai: no effect, since each entry of environments has its own" in settings.remarks
 
 
 def test_section_flags_keep_the_form_in_which_they_were_typed() -> None:
@@ -162,6 +189,13 @@ def test_mistakes_on_the_command_line_are_reported_with_the_remedy(argv: list[st
         ("trainer: {model_name: m}\nmodes: {shared_vllm: [1]}\n", "section 'modes' takes settings by weight bridge"),
         ("trainer: {model_name: m}\nmodes: [1]\n", "section 'modes' takes settings by weight bridge mode, got [1]"),
         ("trainer: {model_name: m}\nenv: {group_size: 3}\n", "names no environment server"),
+        ("environments: [{file: f.py, evn: {}}]\ntrainer: {model_name: m}\n", "'evn' in entry 1, did you mean env?"),
+        ("environments: [{file: f.py}, {group_size: 4}]\ntrainer: {model_name: m}\n", "belong under env"),
+        ("trainer: {model_name: m}\nmodes: {lora_onli: {lr: 1}}\n", "mode 'lora_onli', did you mean lora_only?"),
+        ("trainer: {model_name: m}\nmodes: {lora_only: {lrr: 1}}\n", "modes.lora_only: unknown key 'lrr'"),
+        ("trainer: {model_name: m}\nmodes_on_gpu: {none: {lrr: 1}}\n", "modes_on_gpu.none: unknown key 'lrr'"),
+        ("trainer: {model_name: m}\nenv: {server: a.py}\nenv: {server: b.py}\n", "YAML: 'env' twice"),
+        ("trainer: {model_name: m}\nenv:\n  seed: 1\n  seed: 2\n", "YAML: 'seed' twice in"),
     ],
 )
 def test_mistakes_in_a_run_file_are_reported_with_the_remedy(tmp_path: Path, text: str, told: str) -> None:

@@ -1,4 +1,4 @@
-"""One launcher works in a run directory at a time; launches of one moment get directories and logs of their own."""
+"""One run works in a directory at a time; launches of one moment get directories and logs of their own."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from example_trainer.cli import own_directories
+from example_trainer.config import TrainingConfig
+from example_trainer.distributed.ranks import Ranks
 from example_trainer.launcher import run_lock
 from example_trainer.launcher.run_dir import RunDirectoryInUse, plan_run_dir
 from example_trainer.launcher.run_lock import locked
-from example_trainer.processes.tree import python_path
+from example_trainer.processes.tree import MARK_VARIABLE, python_path
 
 HOLDS = """
 import pathlib, sys, time
 from example_trainer.launcher.run_lock import locked
-with locked(pathlib.Path(sys.argv[1])):
+with locked({"--run-dir": pathlib.Path(sys.argv[1])}):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -32,12 +35,12 @@ def test_a_directory_is_refused_while_a_launcher_has_it_and_free_once_that_one_i
         assert holder.stdout.readline() == "held\n"
         with (
             pytest.raises(RunDirectoryInUse, match=rf"--run-dir {tmp_path}: .*\(pid {holder.pid} on "),
-            locked(tmp_path),
+            locked({"--run-dir": tmp_path}),
         ):
             raise AssertionError("two launchers have the directory")
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-    with locked(tmp_path):
+    with locked({"--run-dir": tmp_path}):
         assert f"pid {os.getpid()} " in (tmp_path / run_lock.LOCK_NAME).read_text()
 
 
@@ -46,8 +49,39 @@ def test_a_file_system_without_locks_refuses_no_run(tmp_path: Path, monkeypatch:
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(run_lock.fcntl, "flock", unsupported)
-    with locked(tmp_path):
+    with locked({"--run-dir": tmp_path}):
         assert (tmp_path / run_lock.LOCK_NAME).exists()
+
+
+def test_one_directory_under_two_flags_is_no_other_run_and_both_directories_are_held(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with locked({"--run-dir": tmp_path, "--save-path": tmp_path / "link"}):
+        pass
+    with (
+        locked({"--run-dir": tmp_path / "a", "--save-path": tmp_path / "saved"}),
+        pytest.raises(RunDirectoryInUse, match=r"--save-path \S+/saved: another run works there"),
+        locked({"--run-dir": tmp_path / "b", "--save-path": tmp_path / "saved"}),
+    ):
+        raise AssertionError("two runs write their checkpoints there")
+
+
+def test_a_trainer_started_by_hand_is_refused_beside_another_run_and_one_of_a_launcher_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TrainingConfig.model_validate({"model_name": "m", "run_dir": tmp_path})
+    with locked({"--run-dir": tmp_path}):
+        with pytest.raises(RunDirectoryInUse, match="another run works there"), own_directories(config, Ranks()):
+            raise AssertionError("two trainers write there")
+        monkeypatch.setenv(MARK_VARIABLE, "the launcher's")
+        with own_directories(config, Ranks()):
+            pass
+    monkeypatch.delenv(MARK_VARIABLE)
+    with (
+        own_directories(config, Ranks()),
+        pytest.raises(RunDirectoryInUse, match="another run works there"),
+        locked({"--run-dir": tmp_path}),
+    ):
+        raise AssertionError("a launcher works beside a trainer")
 
 
 def test_launches_of_one_second_without_a_name_get_directories_of_their_own(

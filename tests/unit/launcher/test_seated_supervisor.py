@@ -155,18 +155,19 @@ def test_a_run_that_does_not_fit_starts_nothing(tmp_path: Path) -> None:
         supervisor.place([SERVER], lambda: None)
 
 
-def test_the_code_inside_a_seat_runs_a_program_without_the_variables_of_the_job_around_it(
+def test_the_code_inside_a_seat_runs_a_program_in_the_launcher_s_folder_without_the_variables_of_the_job_around_it(
     tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    host = SeatHost(tmp_path, hides_gpus=True)
+    monkeypatch.chdir("/")
+    host = SeatHost(tmp_path, hides_gpus=True, directory=tmp_path)
     names = "sorted({'SLURM_PROCID', 'OMP_NUM_THREADS'} & {*os.environ})"
-    code = f"import os; print({names}, os.environ['CUDA_VISIBLE_DEVICES'])"
+    code = f"import os; print({names}, os.environ['CUDA_VISIBLE_DEVICES'], os.getcwd())"
     try:
         host.start(ChildSpec(name="vllm", command=(sys.executable, "-c", code), ends_by_itself=True))
         assert wait_until(lambda: host.state().exit_code == 0, 20)
-        assert (tmp_path / "vllm.log").read_text() == "[] \n"
+        assert (tmp_path / "vllm.log").read_text() == f"[]  {tmp_path}\n"
         host.stop(1.0)
         assert host.state() == ProgramState()
         host.start(ChildSpec(name="vllm", command=(sys.executable, "-c", "raise SystemExit(3)")))

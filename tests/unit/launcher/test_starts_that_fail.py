@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,13 @@ from example_trainer.config import TrainingConfig, settings_from
 from example_trainer.distributed.ranks import joined_ranks
 from example_trainer.errors import ModelNotFound, RanksFailed
 from example_trainer.launcher.base_model import require_model, require_on_hub
+from example_trainer.launcher.environment_check import EnvironmentCheck
 from example_trainer.launcher.launch import dry_plan, plan_launch
-from example_trainer.launcher.run_dir import DirectoryUnusable, plan_run_dir
+from example_trainer.launcher.plan import Programs
+from example_trainer.launcher.run_dir import DirectoryUnusable, RunDirectoryInUse, plan_run_dir
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.processes.ports import NoPort
+from example_trainer.run import describe
 
 
 @pytest.fixture
@@ -69,6 +73,14 @@ def test_the_launcher_names_the_log_directory_that_it_cannot_write(occupied: Pat
     run = plan_run_dir(tmp_path / "run", name="x", log_dir=occupied / "logs", resume=False)
     with pytest.raises(DirectoryUnusable, match="--log-dir"):
         run.create()
+
+
+def test_a_new_run_among_the_checkpoints_of_another_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "saved" / "checkpoint-500").mkdir(parents=True)
+    argv = ["--model-name", "org/model", "--run-dir", str(tmp_path / "run"), "--save-path", str(tmp_path / "saved")]
+    with pytest.raises(RunDirectoryInUse, match=r"--save-path \S+/saved already holds checkpoint-500 of a run"):
+        plan_launch(read_settings(argv))
+    plan_launch(read_settings([*argv, "--resume", "auto"]))
 
 
 @pytest.mark.parametrize(
@@ -156,6 +168,46 @@ def test_the_command_ends_with_one_line_and_exit_code_2(
     )
 
 
-def test_a_home_directory_of_an_unknown_user_is_a_missing_model() -> None:
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--env.grup_size", "4"), "unknown option --env.grup_size, did you mean --env.group-size?"),
+        (("--env.group_size", "x"), "--env.group-size: Input should be a valid integer"),
+        (("--config", "{file}"), "env: unknown key 'grup_size', did you mean group_size?"),
+    ],
+)
+def test_a_setting_that_the_environment_refuses_is_told_before_any_program_is_started(
+    tmp_path: Path, flags: tuple[str, ...], told: str
+) -> None:
+    model, file, started = tmp_path / "model", tmp_path / "run.yaml", tmp_path / "started"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    file.write_text("env: {server: arithmetic_server.py, grup_size: 4}\n")
+    program = ("-c", f"open({str(started)!r}, 'w').close()")
+    given = [word.format(file=file) for word in ("--env", "arithmetic_server.py", *flags)]
+    argv = ["--model-name", str(model), "--run-dir", str(tmp_path / "run"), *given]
+    launch = plan_launch(read_settings(argv))
+    launch.programs = Programs(broker=program, vllm=program, trainer=program)
+    for begin in (launch.go, partial(describe, launch)):
+        with pytest.raises(ConfigError) as refused:
+            begin()
+        assert str(refused.value).startswith("environment (arithmetic_server.py): ")
+        assert told in str(refused.value)
+    assert not started.exists()
+
+
+def test_an_environment_of_which_nothing_is_known_is_not_refused(tmp_path: Path) -> None:
+    silent = tmp_path / "silent_env.py"
+    silent.write_text("import time; time.sleep(600)")
+    argv = ["--model-name", "org/model", "--run-dir", str(tmp_path / "run")]
+    for server in (silent, tmp_path / "broken_env.py"):
+        server.touch()
+        launch = plan_launch(read_settings([*argv, "--env", str(server)]))
+        with EnvironmentCheck(launch.settings, dry_plan(launch)) as check:
+            check.refuse_unusable()
+            check.refuse_unusable(limit_seconds=1.0)
+
+
+def test_a_home_directory_of_nobody_is_a_model_that_is_not_there() -> None:
     with pytest.raises(ModelNotFound, match="--model-name ~nobody-of-that-name/model: no such directory"):
         require_model("~nobody-of-that-name/model")

@@ -144,6 +144,21 @@ def test_closing_ends_children_that_ignore_sigterm_and_those_in_sessions_of_thei
     assert not [process for process in (child.handle, worker, stubborn.handle) if is_alive(process)]
 
 
+def test_a_process_that_a_child_has_left_unseen_ends_before_the_child_is_started_again(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    """The supervisor looks for the processes of its children once a second; this child lives for less."""
+    other = supervisor.start(python("other", SLEEP))
+    pid_path = tmp_path / "pid"
+    child = supervisor.start(python("env", STARTS_WORKER.removesuffix("time.sleep(600)\n"), str(pid_path)))
+    assert wait_until(lambda: child.exit_code is not None, 20)
+    worker = psutil.Process(int(wait_for_file(pid_path)))
+    assert is_alive(worker)
+    supervisor.stop("env", grace_seconds=0.5)
+    assert not is_alive(worker)
+    assert other.exit_code is None
+
+
 def test_an_orphan_is_found_by_the_mark_it_inherited(tmp_path: Path) -> None:
     """Its parent ended before anyone looked, so descent no longer leads to it."""
     supervisor = Supervisor(tmp_path)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from atropos_api.common.errors import AtroposError
+from example_trainer.launcher.run_lock import locked
 from example_trainer.testing import make_tiny_model
 from example_trainer.tiny.model import PADDED_VOCABULARY_SIZE
 from example_trainer.tiny.tokenizer import make_tokenizer
@@ -74,6 +75,13 @@ def test_a_folder_that_is_in_use_is_not_touched(sft: Sft) -> None:
     sft("--training-steps", "1")
     with pytest.raises(AtroposError, match=r"not empty; .*--resume auto .*--overwrite"):
         sft("--training-steps", "1")
+
+
+def test_a_run_that_goes_on_is_not_deleted_by_another_one(sft: Sft) -> None:
+    folder = sft("--training-steps", "1")
+    with locked({"--save-path": folder}), pytest.raises(AtroposError, match="another run works there"):
+        sft("--training-steps", "1", "--overwrite")
+    assert (folder / "checkpoint-1").is_dir()
 
 
 def test_a_checkpoint_of_other_data_or_of_grpo_is_not_resumed(sft: Sft) -> None:

@@ -1,0 +1,117 @@
+"""The check of each environment's settings by its own module, before any program of the run is started.
+
+`environments.facts` imports the module in a process of its own, without torch or vLLM, and reads the settings as the
+environment would when it serves. A launch goes on meanwhile: it waits for places and looks for the base model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+from atropos_api.common.cliconfig import ConfigError
+from example_trainer.launcher.environment_settings import EnvironmentSettings, program_of
+from example_trainer.launcher.plan import Plan
+from example_trainer.launcher.run_dir import as_plain_data
+from example_trainer.launcher.run_file import RunSettings
+from example_trainer.processes import die_with_parent
+
+FACTS_PROGRAM = "environments.facts"
+FACTS_SECONDS = 20.0
+"""Time that one environment's module may take to be imported before its facts are given up."""
+LAUNCH_SECONDS = 5.0
+"""Time that a launch waits for all environments once nothing else is to be made ready: each will read its settings."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskedEnvironment:
+    """A process that answers about one environment."""
+
+    entry: EnvironmentSettings
+    process: subprocess.Popen[bytes]
+    path: Path
+    """The file of its settings."""
+
+    def facts(self, limit_seconds: float = FACTS_SECONDS) -> Mapping[str, Any] | None:
+        """Return the answer, an object of `environments.facts`; None if it takes too long or is none."""
+        try:
+            output, _ = self.process.communicate(timeout=limit_seconds)
+            answer = json.loads(output.replace(f"--config {self.path}: ".encode(), b""))
+        except (subprocess.TimeoutExpired, ValueError):
+            self.end()
+            return None
+        return answer if isinstance(answer, Mapping) else None
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()  # not read to its end: a process that the module has started may hold it open
+
+
+def ask_environment(entry: EnvironmentSettings, plan: Plan, folder: Path) -> AskedEnvironment:
+    """Start the process that answers about an environment, with the settings that a launch would give it."""
+    spec = plan.child(entry.name)
+    if spec is None:
+        raise ConfigError(f"{entry.name} is not part of the plan")
+    at = spec.command.index("--config")
+    path = folder / f"{entry.name}.yaml"
+    path.write_text(yaml.safe_dump(as_plain_data(plan.settings_of(entry.name))), encoding="utf-8")
+    program = program_of(entry.server)
+    server = entry.server if program[0] == "-m" else program[0]
+    command = [sys.executable, "-m", FACTS_PROGRAM, server, "--config", str(path), *spec.command[at + 2 :]]
+    process = subprocess.Popen(
+        # A module may hang while it is imported: a killed launcher leaves none of these behind.
+        [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **spec.environment},
+    )
+    return AskedEnvironment(entry=entry, process=process, path=path)
+
+
+class EnvironmentCheck:
+    """The environments of one launch, asked from now on; leaving the context ends what has not answered."""
+
+    def __init__(self, settings: RunSettings, plan: Plan, *, scratch: Path | None = None) -> None:
+        """`scratch` is a directory that somebody else removes in the end."""
+        self._held = ExitStack()
+        self._waiting: list[AskedEnvironment] = []
+        with suppress(OSError):  # no temporary directory, or a full disk: a dry run needs none
+            folder = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="check-", dir=scratch)))
+            self._waiting += [ask_environment(entry, plan, folder) for entry in settings.environments]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for asked in self._waiting:
+            asked.end()
+        self._held.close()
+
+    def refuse_unusable(self, *, limit_seconds: float = 0.0) -> None:
+        """Raise `ConfigError` for settings that an environment refuses, as far as it has answered within the limit."""
+        ends_at = time.monotonic() + limit_seconds
+        for asked in list(self._waiting):
+            left = ends_at - time.monotonic()
+            if left <= 0 and asked.process.poll() is None:
+                continue
+            self._waiting.remove(asked)
+            facts = asked.facts(max(1.0, left))
+            if facts is not None and facts.get("refuses_settings"):
+                raise ConfigError(f"{asked.entry.name} ({asked.entry.server}): {facts['error']}")
