@@ -26,6 +26,7 @@ SYSTEM_PACKAGES = {
     "redis-server": "redis-server",
     "bwrap": "bubblewrap",
     "nginx": "nginx-light",
+    "ip": "iproute2",
     "chromium": "chromium",
 }
 LONG = {
@@ -43,6 +44,7 @@ LONG = {
     "ATROPOS_FOLLOWERS": "1000",
     "ATROPOS_GENERATED_CLIENT": "1",
     "ATROPOS_HANDOVER_STEPS": "40",
+    "ATROPOS_HOSTS": "1",
     "ATROPOS_HUB_WAITS": "1",
     "ATROPOS_KILLS": "all",
     "ATROPOS_LEARNING": "1",
@@ -74,6 +76,7 @@ EXPECTED_SKIPS = (
     r"could not import|No module named",  # the same
     r"(uv|hadolint|systemd-analyze) is not installed here",
     r"no control groups can be made here|no Python here that another user could run",  # counted instead; not root
+    r"network namespaces need root|no network namespaces can be made here",
 )
 
 

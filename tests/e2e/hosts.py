@@ -75,6 +75,11 @@ class Host:
         self.programs.append(program)
         return program
 
+    def output(self, code: str) -> str:
+        """Return what a line of Python prints on this host."""
+        command = ["ip", "netns", "exec", self.namespace, sys.executable, "-c", code]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
