@@ -132,6 +132,9 @@ def _spans(version: str | None, count: int) -> list[Span]:
 
 
 DEFAULT_MAX_TOKENS = 1024
+TRL_DEFAULTS = {"repetition_penalty": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+TRL_FIELDS = ("n", "temperature", "max_tokens", *TRL_DEFAULTS)
+"""Parameters that have a field of their own there; stop strings and all others are in `generation_kwargs`."""
 
 
 class TrlReply(msgspec.Struct):
@@ -166,17 +169,11 @@ class TrlServer(HttpServer):
         ]
 
     async def _ask(self, prompt: str, sampling: Sampling, split: Split, failover: Failover) -> TrlReply:
-        more = sampling.more
-        fields: dict[str, Any] = {
-            "prompts": [prompt],
-            "n": sampling.n,
-            "repetition_penalty": more.get("repetition_penalty", 1.0),
-            "temperature": sampling.temperature,
-            "top_p": more.get("top_p", 1.0),
-            "top_k": more.get("top_k", -1),
-            "min_p": more.get("min_p", 0.0),
-            "max_tokens": sampling.max_tokens or DEFAULT_MAX_TOKENS,
-        }
+        asked = {**TRL_DEFAULTS, **sampling.payload()}
+        asked["max_tokens"] = sampling.max_tokens or DEFAULT_MAX_TOKENS
+        fields: dict[str, Any] = {"prompts": [prompt], **{name: asked.pop(name) for name in TRL_FIELDS}}
+        if asked:
+            fields["generation_kwargs"] = asked
         url = f"{self.config.base_url.rstrip('/')}/generate/"
         body = await self.channel.post(url, msgspec.json.encode(fields), split, failover=failover)
         try:

@@ -149,6 +149,9 @@ async def test_trl_is_asked_with_text_and_refused_for_training_without_logprobs(
     assert path == "/v1/generate/"
     assert request["prompts"] == [tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True)]
     assert (request["n"], request["max_tokens"], request["top_p"], request["top_k"]) == (2, 9, 0.5, -1)
+    assert "generation_kwargs" not in request
+    await servers.chat_completion(messages=[QUESTION], stop="\n", presence_penalty=0.5)
+    assert fake.requests[1][1]["generation_kwargs"] == {"stop": ["\n"], "presence_penalty": 0.5}
     async with servers.managed_server() as session:
         with pytest.raises(TokensUnavailable, match="server_type trl"):
             await session.chat_completion(messages=[QUESTION])
