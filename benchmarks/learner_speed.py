@@ -111,8 +111,8 @@ def our_step(layout: str, model: Path, batch_path: Path) -> Step:
     from example_trainer.config import TrainingConfig
     from example_trainer.data import data_settings, prepare_batch
     from example_trainer.model import load_policy
+    from example_trainer.modeling.layout_choice import choose_layout
     from example_trainer.modeling.loading import PolicyOptions
-    from example_trainer.modeling.model_support import choose_layout
     from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
     from example_trainer.objective.objective import make_objective
     from example_trainer.training import Learner

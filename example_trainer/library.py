@@ -19,10 +19,10 @@ from torch import Tensor
 
 from environments.tasks.chat_dataset import ChatDataset, ChatSample
 from example_trainer.model import load_policy
+from example_trainer.modeling.layout_choice import choose_layout
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.logprobs import head_of, token_logprobs
 from example_trainer.modeling.micro_batches import PackedBatch, Row, forward_hidden, pack_rows
-from example_trainer.modeling.model_support import choose_layout
 from example_trainer.modeling.optimizers import LearningRate, OptimizerSettings, make_optimizer
 from example_trainer.modeling.policy import Policy
 from example_trainer.objective.advantages import AdvantageSettings, compute_advantages

@@ -19,7 +19,7 @@ from atropos_api.common.option_flags import cell, list_options, option_table
 from atropos_api.common.prometheus import table
 from example_trainer.cli import TrainerCommand
 from example_trainer.commands.memory import memory_page
-from example_trainer.commands.servers import DrainOptions, ScaleOptions
+from example_trainer.commands.scaling import DrainOptions, ScaleOptions
 from example_trainer.config import TrainingConfig
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig
 from example_trainer.monitoring import prometheus

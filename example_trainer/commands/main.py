@@ -34,7 +34,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         ),
         "drain": Verb(
             "SERVER: let a registered inference server, by id or address, end its requests and leave; --broker URL",
-            "example_trainer.commands.servers:run_drain",
+            "example_trainer.commands.scaling:run_drain",
         ),
         "env": Verb("VERB: work on environments and their data, see atropos env --help", "environments.commands:run"),
         "render": Verb(
@@ -53,7 +53,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         ),
         "scale": Verb(
             "vllm=N: have the launcher of a run start or drain inference servers until there are N; --broker URL",
-            "example_trainer.commands.servers:run_scale",
+            "example_trainer.commands.scaling:run_scale",
         ),
         "sft": Verb(
             "OUT: write the best rollouts as a data set, from --groups FILE or --api-url URL",

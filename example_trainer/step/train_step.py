@@ -17,7 +17,7 @@ from example_trainer.data import data_settings, prepare_batch
 from example_trainer.distributed.ranks import Ranks
 from example_trainer.group_sequences import find_places, leave_out_absent
 from example_trainer.modeling.kernels import install_kernels
-from example_trainer.modeling.model_support import choose_layout
+from example_trainer.modeling.layout_choice import choose_layout
 from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
 from example_trainer.objective.objective import make_objective
 from example_trainer.state import Progress, TrainerState

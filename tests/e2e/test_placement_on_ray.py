@@ -23,7 +23,7 @@ import yaml
 
 from atropos_api.client import BrokerClient
 from atropos_api.common.secrets import TokenSource
-from example_trainer.commands.servers import scale
+from example_trainer.commands.scaling import scale
 from example_trainer.processes.tree import is_alive, wait_until
 
 from .conftest import Launched

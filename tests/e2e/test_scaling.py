@@ -25,7 +25,7 @@ from atropos_api.client import AsyncBrokerClient, BrokerClient
 from atropos_api.wire import Fleet, InferenceServer
 from environments.sdk.config import APIServerConfig
 from environments.sdk.server_manager import ServerManager
-from example_trainer.commands.servers import scale
+from example_trainer.commands.scaling import scale
 from example_trainer.processes.tree import wait_until
 
 from .conftest import Launched

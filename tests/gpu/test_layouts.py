@@ -91,7 +91,7 @@ def test_packed_rows_give_the_states_and_gradients_of_padded_rows(policies, reco
 
 def test_a_gpu_trains_packed_rows_for_each_kind_of_attention(policies, report, record_claim):
     pytest.importorskip("pydantic")
-    from example_trainer.modeling.model_support import choose_layout
+    from example_trainer.modeling.layout_choice import choose_layout
 
     chosen = {name: choose_layout(policy) for name, policy in policies.items()}
     report("layouts chosen", ", ".join(f"{name}: {layout}" for name, layout in chosen.items()), "packed")

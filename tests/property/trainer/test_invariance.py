@@ -15,9 +15,9 @@ from example_trainer.data import TrainingBatch
 from example_trainer.distributed.rank_shares import plan_mini_batches
 from example_trainer.distributed.ranks import Ranks
 from example_trainer.model import load_policy
+from example_trainer.modeling.layout_choice import choose_layout
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.micro_batches import LayoutKind, Row
-from example_trainer.modeling.model_support import choose_layout
 from example_trainer.modeling.policy import Policy
 from example_trainer.objective.losses import Targets
 from example_trainer.objective.objective import make_objective

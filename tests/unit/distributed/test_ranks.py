@@ -19,9 +19,9 @@ from example_trainer.distributed.ranks import Ranks, joined_ranks
 from example_trainer.errors import RanksFailed
 from example_trainer.model import load_policy
 from example_trainer.modeling import fsdp
+from example_trainer.modeling.layout_choice import choose_layout
 from example_trainer.modeling.loading import PolicyOptions, Sharding, load_module, policy_options
 from example_trainer.modeling.lora import AdapterOptions
-from example_trainer.modeling.model_support import choose_layout
 from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
 from example_trainer.modeling.shards import WholeState, whole
 from example_trainer.objective.objective import make_objective

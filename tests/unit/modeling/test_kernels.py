@@ -22,11 +22,11 @@ from example_trainer.errors import KernelsUnusable
 from example_trainer.model import load_policy
 from example_trainer.modeling import kernels
 from example_trainer.modeling.kernels import install_kernels
+from example_trainer.modeling.layout_choice import choose_layout
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.logprobs import PLAIN_PASSES, HeadPasses, head_of, token_logprobs
 from example_trainer.modeling.lora import AdapterOptions
 from example_trainer.modeling.micro_batches import Row, forward_hidden, pack_rows
-from example_trainer.modeling.model_support import choose_layout
 from example_trainer.modeling.policy import Policy
 
 from .conftest import labels_of, make_rows

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from example_trainer.modeling import attention, model_support
+from example_trainer.modeling import attention, layout_choice
 from example_trainer.modeling.attention import Segment, build_layout, packed_attention
-from example_trainer.modeling.model_support import choose_layout
+from example_trainer.modeling.layout_choice import choose_layout
 from example_trainer.modeling.policy import Policy
 
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def with_varlen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return attend(*tensors[:4], left=window_size[0], scale=scale)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    for module in (attention, model_support.attention):
+    for module in (attention, layout_choice.attention):
         monkeypatch.setattr(module, "uses_varlen", lambda device, dtype: True)
     return calls
 

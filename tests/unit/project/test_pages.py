@@ -21,7 +21,7 @@ from environments.sdk.runtime.cli import EnvironmentCommand
 from example_trainer.cli import TrainerCommand
 from example_trainer.commands.main import VERBS
 from example_trainer.commands.memory import MemoryOptions
-from example_trainer.commands.servers import DrainOptions, ScaleOptions
+from example_trainer.commands.scaling import DrainOptions, ScaleOptions
 from example_trainer.commands.top import TopConfig
 from example_trainer.commands.view import RunViewOptions
 from example_trainer.launcher.run_file import RunConfig

@@ -15,9 +15,9 @@ from example_trainer.config import TrainingConfig
 from example_trainer.data import TrainingBatch
 from example_trainer.errors import TrainingDiverged, WrongDtype
 from example_trainer.model import load_policy
+from example_trainer.modeling.layout_choice import choose_layout
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.loss_scale import INITIAL_SCALE, LossScale
-from example_trainer.modeling.model_support import choose_layout
 from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
 from example_trainer.objective.objective import make_objective
 from example_trainer.testing import make_tiny_model

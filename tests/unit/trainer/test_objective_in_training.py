@@ -15,9 +15,9 @@ from atropos_api.wire import Batch, Group
 from example_trainer.data import TrainingBatch, data_settings, prepare_batch
 from example_trainer.errors import ModelNotFound
 from example_trainer.model import load_policy
+from example_trainer.modeling.layout_choice import choose_layout
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.micro_batches import LayoutKind
-from example_trainer.modeling.model_support import choose_layout
 from example_trainer.objective.reference_policy import Reference
 from example_trainer.testing import Sampler, make_tiny_model
 from example_trainer.training import Learner

@@ -14,9 +14,9 @@ from example_trainer.config import TrainingConfig
 from example_trainer.data import TrainingBatch, data_settings, prepare_batch
 from example_trainer.errors import TrainingDiverged, UnsupportedModel
 from example_trainer.model import load_policy
+from example_trainer.modeling.layout_choice import choose_layout
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.micro_batches import LayoutKind
-from example_trainer.modeling.model_support import choose_layout
 from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
 from example_trainer.modeling.policy import Policy
 from example_trainer.objective.objective import make_objective

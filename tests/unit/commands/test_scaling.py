@@ -12,8 +12,8 @@ from atropos_api.client import BrokerClient, BrokerRefused
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.testing import served_broker
 from atropos_api.wire import FleetReport, ServerReport
-from example_trainer.commands import servers, top
-from example_trainer.commands.servers import drain, run_drain, run_scale, scale
+from example_trainer.commands import scaling, top
+from example_trainer.commands.scaling import drain, run_drain, run_scale, scale
 
 TOKEN = "a-token-of-this-test"
 
@@ -148,11 +148,11 @@ class NoLaunchers:
 
     def get_fleets(self):
         self.calls += 1
-        return servers.FleetSet(complete=self.calls > self.complete_after, fleets=[])
+        return scaling.FleetSet(complete=self.calls > self.complete_after, fleets=[])
 
 
 def test_a_broker_that_has_just_begun_gives_launchers_time_to_report(monkeypatch):
-    monkeypatch.setattr(servers, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(scaling, "PAUSE_SECONDS", 0.0)
     broker = NoLaunchers(complete_after=3)
     with pytest.raises(ConfigError, match="no launcher reports to this broker"):
         scale(broker, 2, wait_seconds=0.0)
