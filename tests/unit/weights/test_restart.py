@@ -70,7 +70,7 @@ class Server:
 
 
 @pytest.fixture
-def ready(bridge, monkeypatch):
+def ready(bridge, monkeypatch, tmp_path):
     """Return the bridge with a policy of one tensor, and a server that only reads."""
     weight = torch.zeros(4)
     bridge._policy = SimpleNamespace(
@@ -78,6 +78,7 @@ def ready(bridge, monkeypatch):
         dtype=torch.float32,
         checkpoint_tensors=lambda _: {"weight": weight},
         hf_config=SimpleNamespace(to_dict=dict),
+        tokenizer_name=str(tmp_path),
     )
     bridge._manager = Server()
     monkeypatch.setattr(restart, "check_server", lambda *_: None)
