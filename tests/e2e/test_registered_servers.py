@@ -22,7 +22,7 @@ import yaml
 
 from atropos_api.client import BrokerClient
 from atropos_api.wire import InferenceServer
-from example_trainer.processes.tree import wait_until
+from example_trainer.processes.tree import MARK_VARIABLE, wait_until
 
 from .conftest import Launched
 
@@ -56,13 +56,15 @@ class Run:
 
     def start_late(self) -> None:
         command = (sys.executable, "-m", "example_trainer.vllm_api_server", "--config", self.settings_file)
+        environ = {**psutil.Process(self.first.pid).environ(), "ATROPOS_BRIDGE_TOKEN": TOKEN}
+        del environ[MARK_VARIABLE]  # with it, this server would end with the first one, whose process it seems to be
         with (self.launched.run_dir / "late.log").open("wb") as log:
             self.late = subprocess.Popen(
                 [*command, "--port", "0", "--server-id", "late"],
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,
-                env={**psutil.Process(self.first.pid).environ(), "ATROPOS_BRIDGE_TOKEN": TOKEN},
+                env=environ,
             )
 
     def row(self, is_late: bool) -> InferenceServer | None:
