@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Generator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -31,6 +32,14 @@ def pytest_configure(config: pytest.Config) -> None:
     promises = module_from_spec(spec)
     spec.loader.exec_module(promises)
     config.pluginmanager.register(promises.Observer(promises.promised_tests()), "promises")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Write halves of surrogate pairs in captured output as `\\ud800`: a worker of xdist dies of them."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 @pytest.fixture
