@@ -152,8 +152,11 @@ class Fleet:
     def give_up(self, child: SupervisedProgram, why: str) -> str | None:
         """Go on without a server that no restart can mend; return None if it is no server, or the last that serves."""
         server = next((server for server in self._staying() if server.name == child.name), None)
-        others = [other for other in self._staying() if other is not server and self._serves(other)]
-        if server is None or self._limits.fixed or not others:
+        if server is None or self._limits.fixed:
+            return None
+        with suppress(AtroposError):
+            self._read_states()  # those of the last poll are up to a second old: the others may serve only since then
+        if not any(other is not server and self._serves(other) for other in self._staying()):
             return None
         how = f"it {describe_end(child)}{f' ({why})' if why else ''}"
         try:
@@ -187,12 +190,17 @@ class Fleet:
             yield f"{lease.wanted} inference servers are wanted"
         if self._limits.fixed:
             return
-        found = self._broker.get_servers(self._settings.trainer.policy)
-        states = self._states = {server.server_id: server.state for server in found.servers}
-        yield from self._note_states(states)
+        complete = self._read_states()
+        yield from self._note_states(self._states)
         if ready:
             yield from self._add_missing()
-            yield from self._release_surplus(states, restarts, complete=found.complete)
+            yield from self._release_surplus(self._states, restarts, complete=complete)
+
+    def _read_states(self) -> bool:
+        """Read the servers' states at the broker; return True if no server may be missing among them."""
+        found = self._broker.get_servers(self._settings.trainer.policy)
+        self._states = {server.server_id: server.state for server in found.servers}
+        return found.complete
 
     def _report(self) -> FleetReport:
         return FleetReport(

@@ -258,8 +258,8 @@ def test_a_server_that_no_restart_mends_is_given_up_only_while_another_one_serve
 
     scene.scale(2)
     scene.register("vllm", "vllm-2")
-    scene.prove("vllm", "vllm-2")
     scene.poll()
+    scene.prove("vllm", "vllm-2")  # after the launcher's last look
     for _ in range(3):
         assert "restart" in fail("vllm-2")[0]
     (line,) = fail("vllm-2")
