@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,16 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture
-def ports() -> dict[str, int]:
-    """The port of each program; the environment's is the one after the trainer's."""
-    while True:
-        trainer, broker, vllm = free_ports(3)
-        if trainer + 1 not in {broker, vllm} and holder(trainer + 1) is None:
-            return {"trainer": trainer, "environment": trainer + 1, "broker": broker, "vllm": vllm}
+def ports() -> Iterator[dict[str, int]]:
+    """The port of each program; the environment's is the one after the trainer's.
+
+    These two are below those that the kernel gives out by itself: it once gave the second to somebody's connection
+    before the environment listened there.
+    """
+    with ExitStack() as held:
+        broker, vllm = free_ports(2, held=held)
+        trainer = next(port for port in range(21_000, 32_000, 2) if holder(port) is None and holder(port + 1) is None)
+        yield {"trainer": trainer, "environment": trainer + 1, "broker": broker, "vllm": vllm}
 
 
 @pytest.fixture
