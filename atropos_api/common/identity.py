@@ -23,6 +23,9 @@ DISTRIBUTION: Final = "atropos-grpo"
 NOT_INSTALLED: Final = "0+not.installed"
 """The version reported if the packages are imported from a source tree that was never installed."""
 
+LOOPBACK_NAMES: Final = frozenset({"127.0.0.1", "localhost", "::1"})
+"""Addresses to listen on at which the broker requires no token."""
+
 
 def package_version() -> str:
     """Return the installed version of the distribution that all three packages belong to."""

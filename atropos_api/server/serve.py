@@ -29,6 +29,7 @@ from uvicorn.supervisors import ChangeReload
 from atropos_api.broker import Broker
 from atropos_api.broker.batch_traces import BatchTraces
 from atropos_api.common.errors import AtroposError
+from atropos_api.common.identity import LOOPBACK_NAMES
 from atropos_api.common.logs import LogContext, setup_logging
 from atropos_api.common.malloc import Trimmer
 from atropos_api.common.secrets import program_words
@@ -138,7 +139,6 @@ def notice_vanished_peers(listener: socket.socket) -> None:
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 BACKLOG = 2048
 
 

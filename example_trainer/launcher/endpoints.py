@@ -16,7 +16,7 @@ from typing import Any
 
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.files import expand_home
-from atropos_api.common.identity import is_this_host
+from atropos_api.common.identity import LOOPBACK_NAMES, is_this_host
 from atropos_api.common.secrets import TOKEN_VARIABLE, TokenSource
 from example_trainer.launcher.run_file import RunConfig, RunSettings
 from example_trainer.launcher.teacher import TEACHER_SERVER, own_teacher
@@ -26,8 +26,6 @@ from example_trainer.processes.ports import LOOPBACK, as_port, free_port, free_p
 
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - for servers on nodes of a cluster; the broker lists the one it is called from
 EVERYWHERE = frozenset({EVERY_ADDRESS, "::"})
-LOOPBACK_NAMES = frozenset({LOOPBACK, "localhost", "::1"})
-"""Addresses at which the broker asks for no token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""The module reads run files and flags, and sorts the settings by the program they belong to.
+"""Run files and flags: they are read here, and their settings sorted by the program they belong to.
 
 A run file has sections `trainer: api: vllm: env: openai: teacher:` (or `environments:`, a list), and `modes:`, which
 holds the trainer's settings for single weight bridge modes: full weights and adapters need different rates.

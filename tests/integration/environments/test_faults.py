@@ -11,6 +11,7 @@ from environments.sdk.rollout_metrics import KEPT_TIMINGS, RolloutMetrics
 from environments.sdk.runtime.worker import EnvironmentWorker
 from environments.sdk.server_manager import ServerManager
 from environments.sdk.testing import FakeInference, InProcess, sampled_tokens
+from tests.integration.environments.training import batches_of
 
 pytestmark = pytest.mark.anyio
 
@@ -60,12 +61,8 @@ async def serve(env, *, steps, seconds_a_step=0.0):
 
     async def train():
         run = await client.begin_run(RunRequest(name="run", batch_size=4, max_token_length=512, num_steps=steps))
-        for number in range(1, steps + 1):
-            while await client.get_batch(number, run_id=run.run_id, epoch=run.epoch, wait_seconds=5) is None:
-                pass
+        async for _ in batches_of(client, run, steps):
             await anyio.sleep(seconds_a_step)
-            await client.commit(number, run_id=run.run_id, epoch=run.epoch)
-        await client.finish_run(run.run_id, epoch=run.epoch)
 
     with anyio.fail_after(30):
         async with client, anyio.create_task_group() as tasks:

@@ -15,6 +15,7 @@ from environments.sdk.runtime.stopping import StopRequest
 from environments.sdk.runtime.worker import EnvironmentWorker
 from environments.sdk.server_manager import ServerManager
 from environments.sdk.testing import FakeInference, InProcess, sampled_tokens
+from tests.integration.environments.training import batches_of
 
 pytestmark = pytest.mark.anyio
 
@@ -63,12 +64,8 @@ async def serve(env, stop=None):
 
     async def train():
         run = await client.begin_run(RunRequest(name="run", batch_size=4, max_token_length=512, num_steps=STEPS))
-        for number in range(1, STEPS + 1):
-            while await client.get_batch(number, run_id=run.run_id, epoch=run.epoch, wait_seconds=5) is None:
-                pass
-            await client.commit(number, run_id=run.run_id, epoch=run.epoch)
-            trained.append(number)
-        await client.finish_run(run.run_id, epoch=run.epoch)
+        async for batch in batches_of(client, run, STEPS):
+            trained.append(batch.number)
 
     with anyio.fail_after(30):
         async with client, anyio.create_task_group() as tasks:

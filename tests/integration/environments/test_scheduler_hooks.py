@@ -11,6 +11,7 @@ from environments.sdk.config import APIServerConfig
 from environments.sdk.runtime.worker import EnvironmentWorker
 from environments.sdk.server_manager import ServerManager
 from environments.sdk.testing import FakeInference, InProcess, sampled_tokens
+from tests.integration.environments.training import batches_of
 
 pytestmark = pytest.mark.anyio
 
@@ -58,14 +59,9 @@ async def serve(env_cls, tokenizer_folder):
 
     async def train():
         run = await client.begin_run(RunRequest(name="run", batch_size=4, max_token_length=512, num_steps=STEPS))
-        for number in range(1, STEPS + 1):
-            batch = None
-            while batch is None:
-                batch = await client.get_batch(number, run_id=run.run_id, epoch=run.epoch, wait_seconds=5)
+        async for batch in batches_of(client, run, STEPS):
             groups.extend(batch.groups)
-            await client.commit(number, run_id=run.run_id, epoch=run.epoch)
             await anyio.sleep(0.05)
-        await client.finish_run(run.run_id, epoch=run.epoch)
 
     with anyio.fail_after(20):
         async with client, anyio.create_task_group() as tasks:

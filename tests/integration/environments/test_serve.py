@@ -16,6 +16,7 @@ from environments.sdk.groups import scored_item
 from environments.sdk.runtime.worker import EnvironmentWorker
 from environments.sdk.server_manager import ServerManager
 from environments.sdk.testing import FakeInference, InProcess, sampled_tokens
+from tests.integration.environments.training import batches_of
 
 pytestmark = pytest.mark.anyio
 
@@ -58,15 +59,10 @@ async def train(client, *, steps, batch_size, seconds_a_step=0.0, fake=None, **m
 
     await publish(0)
     batches = []
-    for number in range(1, steps + 1):
-        batch = None
-        while batch is None:
-            batch = await client.get_batch(number, run_id=run.run_id, epoch=run.epoch, wait_seconds=5)
+    async for batch in batches_of(client, run, steps):
         batches.append(batch)
         await anyio.sleep(seconds_a_step)
-        await publish(number)
-        await client.commit(number, run_id=run.run_id, epoch=run.epoch)
-    await client.finish_run(run.run_id, epoch=run.epoch)
+        await publish(batch.number)
     return batches
 
 

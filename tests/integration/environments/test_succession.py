@@ -8,6 +8,7 @@ from atropos_api.wire.messages import RunRequest
 from environments.arithmetic_server import ArithmeticEnv
 from environments.sdk.runtime.worker import EnvironmentWorker
 from tests.integration.environments.test_serve import make_env, make_fake, train
+from tests.integration.environments.training import batches_of
 
 pytestmark = pytest.mark.anyio
 
@@ -65,13 +66,8 @@ async def test_a_rollout_that_was_begun_in_one_run_gives_the_next_run_no_group(t
         request = RunRequest(name="second", batch_size=32, max_token_length=512, num_steps=2, take_over=True)
         run = await client.begin_run(request)
         began.set()
-        for number in (1, 2):
-            batch = None
-            while batch is None:
-                batch = await client.get_batch(number, run_id=run.run_id, epoch=run.epoch, wait_seconds=5)
+        async for batch in batches_of(client, run, 2):
             batches.append(batch)
-            await client.commit(number, run_id=run.run_id, epoch=run.epoch)
-        await client.finish_run(run.run_id, epoch=run.epoch)
 
     with anyio.fail_after(20):
         async with client, anyio.create_task_group() as group:
