@@ -77,7 +77,7 @@ from example_trainer.launcher.views import LastingView, View, make_view
 from example_trainer.monitoring.trackers import EVENTS_FILE, MetricsTail
 from example_trainer.options.vllm_settings import refuse_unknown
 from example_trainer.processes.child import ChildFailed, ChildSpec
-from example_trainer.processes.tree import adopt_orphans, python_path
+from example_trainer.processes.tree import adopting_orphans, python_path
 
 TICK_SECONDS = 0.1
 CACHE_LOOKUP_SECONDS = 2.0
@@ -167,8 +167,8 @@ class Launch:
         run = self.run.reserve()
         with locked({"--run-dir": run.root, "--save-path": self.settings.trainer.save_path}):
             self.run = run.create()
-            adopt_orphans()
             with (
+                adopting_orphans(),
                 contextlib.closing(open_placement(self.settings, self.run)) as placement,
                 StopRequest.listening() as stop,  # after the placement, because Ray installs handlers of its own
             ):

@@ -13,7 +13,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -24,14 +24,22 @@ from atropos_api.common.secrets import program_words
 MARK_VARIABLE = "ATROPOS_RUN_TREE"
 ORPHAN_GRACE_SECONDS = 1.5
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def adopt_orphans() -> None:
-    """Make this process the parent of orphaned descendants, so that they can still be found by descent."""
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Make this process the parent of orphaned descendants in the block, so that they can still be found by descent."""
+    before = ctypes.c_int()
+    _libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
 def children_by_parent() -> dict[int, list[int]]:
