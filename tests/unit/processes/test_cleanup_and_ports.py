@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import socket
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 from example_trainer.processes.cleanup import SharedMemoryLedger, sweep
 from example_trainer.processes.ports import PortTaken, free_port, free_ports, holder, require_free
+from example_trainer.processes.tree import adopting_orphans
 
 
 def make(path: Path) -> mmap.mmap:
@@ -64,3 +67,18 @@ def test_a_port_that_was_chosen_is_given_to_no_other_process_and_can_be_listened
             assert chosen.isdisjoint(free_ports(500))
     with socket.socket() as anybody:
         anybody.bind(("127.0.0.1", chosen.pop()))
+
+
+def test_orphans_are_adopted_inside_the_block_alone() -> None:
+    leaves_an_orphan = "import os, time; os.fork() or time.sleep(5)"
+
+    def adopted() -> set[psutil.Process]:
+        before = set(psutil.Process().children())
+        subprocess.run([sys.executable, "-c", leaves_an_orphan], check=True)
+        return set(psutil.Process().children()) - before
+
+    with adopting_orphans():
+        (orphan,) = adopted()
+        orphan.kill()
+        orphan.wait()
+    assert adopted() == set()
