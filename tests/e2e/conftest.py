@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -42,8 +43,9 @@ class Launched:
     def child(self, *words: str) -> psutil.Process:
         """Return the direct child whose command line contains all `words`."""
         for process in psutil.Process(self.process.pid).children():
-            if all(any(word in part for part in process.cmdline()) for word in words):
-                return process
+            with contextlib.suppress(psutil.Error):  # it may have ended since
+                if all(any(word in part for part in process.cmdline()) for word in words):
+                    return process
         raise LookupError(words)
 
     def wait_for_steps(self, count: int, limit_seconds: float = 60) -> None:

@@ -116,7 +116,7 @@ def test_a_start_whose_engine_is_killed_is_not_a_refusal_so_that_a_launcher_trie
         while not engines:
             assert server.poll() is None
             time.sleep(0.02)
-            engines = [child for child in process.children() if "EngineCore" in " ".join(child.cmdline())]
+            engines = [child for child in process.children() if "EngineCore" in title(child)]
         time.sleep(seconds)
         engines[0].kill()
         last = server.communicate(timeout=120)[1].strip().splitlines()[-1]
@@ -198,5 +198,8 @@ def test_an_engine_that_was_spawned_ends_with_a_server_that_is_killed(start_serv
 
 
 def title(process):
-    """Return a process's command line, into which vLLM's processes write their role."""
-    return " ".join(process.cmdline())
+    """Return a process's command line, into which vLLM's processes write their role; it is empty if it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
