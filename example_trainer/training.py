@@ -224,7 +224,7 @@ class Learner:
     def score(self, rows: Sequence[Row], targets: Targets) -> Tensor:
         """Return logprobs of all trained tokens of `rows` under the current weights, NaN elsewhere; no gradients."""
         scored = torch.full((len(targets),), math.nan, device=self.policy.device)
-        with torch.no_grad():
+        with torch.no_grad(), self.policy.holding_masters():
             for micro in self._micro_batches(rows):
                 logprobs, _ = self._forward(micro, targets, targets.labels[micro.target_index])
                 scored[micro.target_index] = logprobs
@@ -236,10 +236,11 @@ class Learner:
         weights = step_weights(
             rows, len(targets), self.config.loss_aggregation, self.config.aggregation_length, self.ranks.data
         ).to(self.policy.device)
-        for micro in self._micro_batches(rows):
-            if should_stop():
-                raise StopRequestedError
-            self._backward(micro, targets, weights, passed)
+        with self.policy.holding_masters():
+            for micro in self._micro_batches(rows):
+                if should_stop():
+                    raise StopRequestedError
+                self._backward(micro, targets, weights, passed)
         passed.totals = sum_by_name(self.ranks.data.gather(dict(passed.totals)))
         return passed
 

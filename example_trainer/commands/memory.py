@@ -19,6 +19,7 @@ from example_trainer.config import TrainingConfig
 from example_trainer.errors import ModelNotFound
 from example_trainer.memory.budget import (
     FOUR_BIT_BYTES,
+    LAYER_GRADIENTS,
     OPTIMIZER_STATE_BYTES,
     RUNTIME_BYTES,
     SERVER_WORKSPACE_BYTES,
@@ -144,7 +145,7 @@ it counts, in `shared_vllm`, the least that can serve, and in `lora_only` nothin
 | weights | `shared_vllm`: none, or {served} per trained parameter if the forward reads the masters; other modes: {served} per parameter; with `--load-in-4bit` {four_bit} per parameter of the linear layers; several ranks: two gathered layers, embedding and head, each divided by `--trainer-tensor-parallel-size`, with which the whole head is held once more |
 | masters, gradients | 4 and 4 per trained parameter; `--master-weights none`: {served} for the gradients; `host`: in host memory, and there 2 more for the gradients as they arrive |
 | optimizer states, per trained parameter | {states} |
-| activations, per token of a micro-batch and layer | {hidden:g} hidden sizes and {intermediate:g} intermediate sizes of {served} bytes; with `--gradient-checkpointing` one hidden size a layer, and the former for one layer; `--trainer-tensor-parallel-size` divides the intermediate sizes |
+| activations, per token of a micro-batch and layer | {hidden:g} hidden sizes and {intermediate:g} intermediate sizes of {served} bytes; with `--gradient-checkpointing` one hidden size a layer, and the former for one layer; in either case {gradients:g} more intermediate sizes for the layer whose backward runs; `--trainer-tensor-parallel-size` divides the intermediate sizes |
 | head | three fp32 arrays of a chunk of logits, and two of the output matrix if it is trained |
 | copies | {served} per trained parameter for a reference policy (`--kl-coef`) and each of `--keep-versions` |
 | runtime | {runtime:.1f} GB for each of the processes on the GPU |
@@ -302,6 +303,7 @@ def memory_page() -> str:
         states=", ".join(f"`{name}` {count:g}" for name, count in OPTIMIZER_STATE_BYTES.items()),
         hidden=WORKING_SET[0],
         intermediate=WORKING_SET[1],
+        gradients=LAYER_GRADIENTS,
         runtime=RUNTIME_BYTES / GB,
         usable=USABLE_FRACTION,
         documented="\n".join(table_of(DOCUMENTED_ROWS)),

@@ -57,6 +57,7 @@ class Policy:
         """The context in which masters may change; a bridge whose server reads the masters sets its fence here."""
         self._has_no_other_masters = options.master_weights == "none" and options.adapter is None
         self._copies: dict[str, nn.Parameter] = {}
+        self._holds_masters = False
         self._replacing = threading.RLock()
         """Held while a thread runs forwards of the one module on other weights than the policy's own."""
         quantised = any(is_quantised(parameter) for parameter in module.parameters())
@@ -124,11 +125,28 @@ class Policy:
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Update the served-dtype copies from the current masters; every forward runs in this context."""
-        with torch.no_grad():
-            for name, copy in self._copies.items():
-                # Through .data: the graph of an earlier micro-batch may still use the copy, with these same values.
-                copy.data.copy_(self.masters[name])
+        if not self._holds_masters:
+            self._update_copies()
         yield
+
+    @contextmanager
+    def holding_masters(self) -> Iterator[None]:
+        """Update the served-dtype copies once for all forwards of the block, in which no master may change.
+
+        Masters in host memory would otherwise cross the bus, 4 bytes a parameter, for each micro-batch.
+        """
+        self._update_copies()
+        self._holds_masters = True
+        try:
+            yield
+        finally:
+            self._holds_masters = False
+
+    @torch.no_grad()
+    def _update_copies(self) -> None:
+        for name, copy in self._copies.items():
+            # Through .data: the graph of an earlier micro-batch may still use the copy, with these same values.
+            copy.data.copy_(self.masters[name], non_blocking=True)
 
     @contextmanager
     def own_weights(self) -> Iterator[None]:

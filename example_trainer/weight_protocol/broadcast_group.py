@@ -2,9 +2,9 @@
 
 It is separate from the groups of the trainer's ranks and of vLLM's workers. With gloo, buckets travel through host
 memory; with nccl, from GPU to GPU. A member that is gone is noticed at once by gloo. NCCL does not notice it, and
-torch's own watchdog would end the whole process after its time limit; here it is off, each wait has a limit of its own,
-and `close` aborts what still waits. An aborted NCCL operation ends without an error, so the group remembers that it
-was aborted.
+torch's own watchdog would end the whole process after its time limit; here it is off, each wait has a limit of its own
+(to meet at the store, to connect, to send a bucket), and `close` aborts what still waits. An aborted NCCL operation
+ends without an error, so the group remembers that it was aborted.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ class BroadcastGroup:
         self._backend = rendezvous.backend
         self._closing = threading.Lock()
         self._store: Any = store
+        _wait_for_members(store, rendezvous, timeout)
         self._group: Any = _make_group(rendezvous, store, timeout)
+        if rendezvous.backend == "nccl":
+            self._connect()
 
     @classmethod
     def join(cls, rendezvous: Rendezvous, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Self:
@@ -112,12 +115,33 @@ class BroadcastGroup:
         if group is not None and self._backend == "nccl":
             group.abort()
 
+    def _connect(self) -> None:
+        """Exchange one byte, as NCCL connects its members in the first exchange, and end if that lasts too long.
+
+        NCCL waits without end for a member that ends meanwhile, and a group that has not connected cannot be aborted.
+        So the exchange has a thread of its own, which stays behind.
+        """
+        group, failures = self._group, list[Exception]()
+
+        def exchange() -> None:
+            try:
+                with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+                    byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+                    group.broadcast([byte], _from_the_trainer(self.timeout_seconds)).wait()
+            except Exception as error:  # noqa: BLE001 - raised below, in the thread that asked
+                failures.append(error)
+
+        thread = threading.Thread(target=exchange, name="connect broadcast group", daemon=True)
+        thread.start()
+        thread.join(self.timeout_seconds)
+        if thread.is_alive():
+            self._group = None
+            raise RuntimeError(f"NCCL did not connect the members in {self.timeout_seconds:g} s: one of them is gone")
+        if failures:
+            raise failures[0]
+
     def _broadcast(self, buffer: Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
-        options.asyncOp = True
-        options.timeout = timedelta(seconds=self.timeout_seconds)
+        options = _from_the_trainer(self.timeout_seconds)
         group = self._group
         if group is None:
             raise RuntimeError(_LEFT)
@@ -142,7 +166,7 @@ class BroadcastGroup:
     def _abort_at_limit(self) -> Iterator[threading.Event]:
         """Abort a group of NCCL if the block runs longer than the limit, and set the event; gloo has its own limit.
 
-        It is done from another thread because the first operation also connects the members, which blocks.
+        It is done from another thread, because this one may wait in an operation.
         """
         fired = threading.Event()
         if self._backend != "nccl":
@@ -168,6 +192,30 @@ _LEFT = "the broadcast group has been left"
 def gpu_uuid(device: torch.device) -> str | None:
     """Return the UUID of the GPU (or its MIG slice) behind `device`, equal in all processes; None on a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def _wait_for_members(store: Any, rendezvous: Rendezvous, timeout: timedelta) -> None:
+    """Return when all members have come to the store; raise `RuntimeError` after the timeout.
+
+    NCCL has no limit of its own: without this a process waited for a member that never came for ever.
+    """
+    store.set(f"member/{rendezvous.rank}", "here")
+    try:
+        store.wait([f"member/{rank}" for rank in range(rendezvous.world_size)], timeout)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"not all {rendezvous.world_size} members of the broadcast group joined in {timeout.total_seconds():g} s"
+        ) from error
+
+
+def _from_the_trainer(limit_seconds: float) -> Any:
+    """Return torch's options of a broadcast from rank 0 that does not block the caller."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    options.asyncOp = True
+    options.timeout = timedelta(seconds=limit_seconds)
+    return options
 
 
 def _make_group(rendezvous: Rendezvous, store: Any, timeout: timedelta) -> Any:

@@ -49,9 +49,10 @@ def run_step(policy: Policy, rows, layout, passes=None):
     """Run forward, loss and backward over all rows; the gradients reach the masters and are dropped there."""
     device = policy.device
     labels = torch.from_numpy(np.concatenate([row.tokens[row.targets] for row in rows])).to(device)
-    for micro in micro_batches(rows, layout, device):
-        logprobs = policy.compute(score, micro, labels[micro.target_index], passes)
-        (-logprobs.sum() / len(labels)).backward()
+    with policy.holding_masters():
+        for micro in micro_batches(rows, layout, device):
+            logprobs = policy.compute(score, micro, labels[micro.target_index], passes)
+            (-logprobs.sum() / len(labels)).backward()
     policy.collect_gradients()
     policy.drop_gradients()
 

@@ -69,6 +69,16 @@ def test_a_member_that_is_gone_ends_the_wait_of_the_others_though_the_senders_er
     assert kept.value.__traceback__ is not None
 
 
+def test_a_member_that_never_comes_ends_the_wait_of_the_others_at_their_limit() -> None:
+    port, limit = free_port(), 0.5
+    places = [Rendezvous("127.0.0.1", port, rank, 3) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(BroadcastGroup.join, place, CPU, limit) for place in places]
+        for wait in waits:
+            with pytest.raises(RuntimeError, match=r"not all 3 members of the broadcast group joined in 0\.5 s"):
+                wait.result(10)
+
+
 def again_and_again(exchange: Callable[[], Any]) -> None:
     """Repeat it until it fails: what was sent first may fit into the buffers of the connection."""
     while True:
@@ -101,6 +111,18 @@ def test_torchs_watchdog_cannot_end_the_process_and_the_environment_is_restored(
     assert nccl._group.settings == NCCL_SETTINGS
     assert nccl._group.limit.total_seconds() == 0.3
     assert not set(NCCL_SETTINGS) & set(os.environ)
+
+
+def test_members_that_nccl_cannot_connect_end_the_wait_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends, started = threading.Event(), time.monotonic()
+    monkeypatch.setattr(NcclGroup, "broadcast", lambda *_: ends.wait())
+    monkeypatch.setattr(NcclGroup, "Options", SimpleNamespace, raising=False)
+    monkeypatch.setattr(broadcast_group.dist, "ProcessGroupNCCL", NcclGroup, raising=False)
+    place = Rendezvous("127.0.0.1", free_port(), 0, 1, "nccl")
+    with pytest.raises(RuntimeError, match=r"NCCL did not connect the members in 0\.3 s"):
+        BroadcastGroup.join(place, CPU, 0.3)
+    assert time.monotonic() - started < 10
+    ends.set()
 
 
 def test_an_operation_with_a_member_that_is_gone_is_aborted_at_its_limit_and_raises(nccl: BroadcastGroup) -> None:
