@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+_CAST_AT_ONCE = 1 << 20
+"""Elements of a gradient that are cast at one time on the host: 4 MiB stay in a processor's cache."""
+
 _FIRST_IN_LINE = -1
 """CUDA's priority of a stream whose kernels are scheduled before those that wait in streams of the usual priority."""
 
@@ -108,10 +111,10 @@ class HostGradients:
         arriving.wait()
         if master.grad is None:
             if name not in self._sums:
-                self._sums[name] = torch.empty_like(master, requires_grad=False)
+                self._sums[name] = master.detach().clone(memory_format=torch.contiguous_format)
             master.grad = self._sums[name].copy_(arriving.copy)
         else:
-            master.grad.add_(arriving.copy)
+            _add(master.grad, arriving.copy)
 
     def _begin_copy(self, copy: Tensor, gradient: Tensor) -> Callable[[], None]:
         if gradient.device.type != "cuda":
@@ -127,6 +130,20 @@ class HostGradients:
             done.record(stream)
         gradient.record_stream(stream)  # its memory is not reused before the copy has read it
         return done.synchronize
+
+
+def _add(total: Tensor, part: Tensor) -> None:
+    """Compute `total += part` on the host; `part` is cast first, a piece at a time.
+
+    A sum of two dtypes took 0.6 s for 10^9 elements on 16 cores, a cast and a sum of one dtype 0.19 s.
+    """
+    if total.dtype == part.dtype:
+        total.add_(part)
+        return
+    sums, parts = total.view(-1), part.view(-1)
+    for start in range(0, len(sums), _CAST_AT_ONCE):
+        piece = slice(start, start + _CAST_AT_ONCE)
+        sums[piece].add_(parts[piece].to(total.dtype))
 
 
 def _already_there() -> None:

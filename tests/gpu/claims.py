@@ -149,7 +149,8 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         id="memory-after-server-death",
-        text="memory that a killed server's weights keep while the trainer maps them, of the weights",
+        text="memory that is taken after a server was killed while the trainer maps its weights, of the weights; "
+        "the trainer's CUDA context included",
         run="test_one_card.py",
     ),
     Claim(
