@@ -26,7 +26,7 @@ GPU_PYTHON := $(if $(and $(wildcard $(BIN)/python),$(filter file,$(origin PYTHON
 DEMO_FLAGS ?=
 # For pytest, or a selection of files: GPU_FLAGS="-k packed", GPU_FLAGS="--files test_learner.py".
 GPU_FLAGS ?=
-# Most tests wait for processes that they started, so two files run at a time; whole runs have the machine to themselves.
+# Most tests wait for processes that they started, so two files run at a time.
 TEST_FLAGS ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all chaos check format bench docs gpu clean
@@ -46,7 +46,7 @@ endif
 # at the moment of its death. `make test-all` gives nothing a second try.
 AGAIN = --last-failed --last-failed-no-failures none
 test: $(INSTALLED_DEV)
-	$(BIN)/python -m pytest tests/e2e || $(BIN)/python -m pytest tests/e2e $(AGAIN)
+	$(BIN)/python -m pytest tests/e2e $(TEST_FLAGS) || $(BIN)/python -m pytest tests/e2e $(AGAIN)
 	$(BIN)/python -m pytest --ignore tests/e2e $(TEST_FLAGS) || $(BIN)/python -m pytest --ignore tests/e2e $(AGAIN)
 
 # Hours. TEST_ALL names stages of tests/nightly.py, all of them if it is empty.

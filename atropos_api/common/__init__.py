@@ -5,5 +5,5 @@ In reading order: `errors` (the root of them), `cliconfig` and `option_flags` (c
 pages cause), `files` (written whole or not at all), `identity` (names, addresses, versions), `import_path` (a user's
 own modules), `metric_names`, `trackio_run`, `wandb_run` (one run for several programs), `observability` (its options),
 `prometheus`, `tracing` over `otel`, `html_pages` (pages that are one file), `concurrency` (wake-ups and blocking work),
-`malloc`.
+`malloc`, `control_groups` (the kernel's).
 """

@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from atropos_api.common.control_groups import own_groups
 
 PREFIX = "atropos-sandbox-"
 _STALE_SECONDS = 60.0
@@ -97,7 +99,7 @@ class ControlGroups:
 
 def find() -> ControlGroups | None:
     """Return where groups that limit memory and processes can be made; None if nowhere."""
-    own = _own_groups()
+    own = own_groups()
     unified, memory, pids = own.get(""), own.get("memory"), own.get("pids")
     for use_parent in (False, True):
         if unified is not None:
@@ -136,34 +138,6 @@ def _works(groups: ControlGroups) -> bool:
     finally:
         if group is not None:
             group.remove()
-
-
-def _own_groups() -> dict[str, Path]:
-    """Return this process's group by controller; version 2 has the name ""."""
-    mounts = dict(_mounts())
-    found = {}
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, names, path = line.split(":", 2)
-        for name in names.split(","):
-            if name in mounts:
-                root, folder = mounts[name]
-                relative = path.removeprefix(root.rstrip("/"))
-                if not relative.startswith("/.."):
-                    found[name] = folder / relative.lstrip("/")
-    return found
-
-
-def _mounts() -> Iterator[tuple[str, tuple[str, Path]]]:
-    """Yield each controller with the root of its mount and the mount point."""
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        root, folder = before.split()[3:5]
-        kind, _, options = after.split(None, 2)
-        if kind == "cgroup2":
-            yield "", (root, Path(folder))
-        elif kind == "cgroup":
-            for name in options.split(","):
-                yield name, (root, Path(folder))
 
 
 def _write(file: Path, number: int) -> None:

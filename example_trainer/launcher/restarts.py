@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from atropos_api.common.control_groups import count_kernel_kills
 from example_trainer.launcher.plan import LATEST_CHECKPOINT, TRAINER
 from example_trainer.launcher.run_file import RunConfig
 from example_trainer.launcher.supervisor import EXPLAINED_IN_ONE_LINE, FAILURE_GRACE_SECONDS, Supervisor, describe_end
@@ -77,7 +78,7 @@ class Restarts:
         clock: Callable[[], float] = time.monotonic,
         kernel_kills: Callable[[], int] | None = None,
     ) -> None:
-        """`kernel_kills` counts the processes that this machine's kernel has ended for lack of memory so far."""
+        """`kernel_kills` counts the processes that the kernel has ended here for lack of memory so far."""
         self._supervisor = supervisor
         self._budget = budget
         self._clock = clock
@@ -148,7 +149,7 @@ class Restarts:
         return self._note(child, error="" if by_chance else f"{code} {reason(lines) or ''.join(lines[-1:])}")
 
     def _count_kernel_kills(self) -> None:
-        """Note when the kernel last ended a process: it counts those of the whole host, of other containers as well."""
+        """Note when the kernel last ended a process of this run's control group."""
         self._counted_at, count = self._clock(), self._kernel_kills()
         if count > self._killed_before:
             self._killed_before, self._killed_at = count, self._counted_at
@@ -181,15 +182,6 @@ class Restarts:
         due_at = self._clock() + pause_seconds
         self._pending[child.name] = _Pending(spec=child.spec, restarted=child.restarted + 1, due_at=due_at)
         return line
-
-
-def count_kernel_kills(path: Path = Path("/proc/vmstat")) -> int:
-    """Return the number of processes that the kernel has ended for lack of memory since it started; 0 if unknown."""
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def resuming(spec: ChildSpec, config: RunConfig, run_dir: Path, launched_at: float) -> ChildSpec:

@@ -17,7 +17,6 @@ from example_trainer.launcher.restarts import (
     LONGEST_PAUSE_SECONDS,
     RestartBudget,
     Restarts,
-    count_kernel_kills,
 )
 from example_trainer.launcher.supervisor import Supervisor
 from example_trainer.processes.child import Child, ChildFailed, ChildSpec
@@ -217,10 +216,3 @@ def test_an_exit_with_0_of_a_server_is_a_failure_that_a_restart_can_fix(supervis
     ended(supervisor.start(program("")))
     (line,) = restarts.note_failures(())
     assert "exited with code 0" in line
-
-
-def test_the_kernels_count_is_read_and_a_missing_file_counts_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "vmstat"
-    assert count_kernel_kills(path) == 0
-    path.write_text("nr_free_pages 12\noom_kill 5\nswap_ra 1\n")
-    assert count_kernel_kills(path) == 5
