@@ -1,5 +1,8 @@
 """The vLLM server of a run as a child process of the trainer: `VllmManager` starts, replaces and stops it.
 
+Under the launcher, `launcher.plan` makes the servers' command lines, except in the modes that restart the server; what
+the process itself does is in `serving.start`.
+
 The child leads a session of its own, so that it and all processes it starts can be ended without knowing their names or
 ports. The kernel kills it when the process that started it ends, for whatever reason. It counts as ready when it
 answers and reports the version it was started for.
@@ -9,9 +12,6 @@ replacement first loads without answering. The old server then stops accepting, 
 `drain_seconds`, hands its connections with the unanswered requests to the new one, and exits; only then does the new
 one answer. A standby is a replacement that was started early: it has imported everything, and waits to be told what to
 load.
-
-Under the launcher, `launcher.plan` makes the servers' command lines, except in the modes that restart the server; what
-the process itself does is in `serving.start`.
 """
 
 from __future__ import annotations

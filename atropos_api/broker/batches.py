@@ -1,4 +1,7 @@
-"""Numbered batches: each is formed once, is the same for every caller, and is dropped when a checkpoint covers it."""
+"""Numbered batches: each is formed once, is the same for every caller, and is dropped when a checkpoint covers it.
+
+Before a batch is formed, groups that would be too old for it (`--max-staleness`) leave the queue.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """The names of all metrics, spelt once: metrics.jsonl, W&B and the page use these, Prometheus a spelling of its own.
 
+That spelling is made in `monitoring.prometheus`; the metrics of the broker's own process are in `routes.metrics`.
+
 The text under a name is its line in docs/reference/metrics.md, the comment over a group of names its heading there; a
 name in braces stands for a family. Code that logs a metric adds its name here, at the end of its section.
 """

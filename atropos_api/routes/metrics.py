@@ -1,4 +1,7 @@
-"""`/metrics` in Prometheus' text form: the broker's own counts, and the process's version and resource use."""
+"""`/metrics` in Prometheus' text form: the broker's own counts, and the process's version and resource use.
+
+A counter is a field of `broker.counters` and a line here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policy-gradient losses over a flat list of trained tokens.
+"""Policy-gradient losses over a flat list of trained tokens; the ratios and KL estimates that they use are in `ratios`.
 
 Each loss gives one value per token; the step's loss is their sum weighted by `token_weights`, which contain the
 denominators of the whole optimizer step. So the rows can be split into micro-batches anywhere and gradients stay the

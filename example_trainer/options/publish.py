@@ -1,4 +1,7 @@
-"""Options of publishing weights to the inference server: part of `TrainingConfig`; this module loads no torch."""
+"""Options of publishing weights: how often, for how long running requests drain, how the others are treated.
+
+They are part of `TrainingConfig`; this module loads no torch.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""The choice between draining and recomputing the requests that run when a publish begins.
+"""The choice of `--in-flight auto` between draining and recomputing the requests that run when a publish begins.
+
+The usual wait is in `fence`, its length in `options.publish`.
 
 New requests are held back during a publish, so a publish that waits for running ones wastes the places of those that
 have ended meanwhile, and a publish that pauses at once makes the engine compute the KV entries of all of them again.
 `plan_drain` compares both for each time that a publish could wait, from what the engine core knows (`Running`): the
 requests' lengths so far and limits, the lengths of the last outputs, and the times of its steps. Both costs are seconds
-in which the engine generates nothing that it would have generated otherwise. The wait itself is in `fence`; this choice
-is that of `--in-flight auto`.
+in which the engine generates nothing that it would have generated otherwise.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """The fence around a change of weights: no token is ever sampled from a mixture of two versions.
 
 A publish closes the gate, gives running requests a moment to end (`drain.py` says how long, unless the trainer does),
-pauses the rest and drops their computed KV; then the
-trainer writes, and the end of the publish stamps the new version, resumes the engine and opens the gate. The pause is a
-lease. If the trainer stops renewing it, the header of the shared tensors shows the state of the weights: if they are
-whole, the server resumes under the version in the header; if they are torn, it refuses to serve until a trainer has
-published them completely. A publish is over only once the engine has resumed; until then its lease runs, and the server
-tries again each time the lease lapses.
+pauses the rest and drops their computed KV; then the trainer writes, and the end of the publish stamps the new version,
+resumes the engine and opens the gate. The pause is a lease. If the trainer stops renewing it, the header of the shared
+tensors shows the state of the weights: if they are whole, the server resumes under the version in the header; if they
+are torn, it refuses to serve until a trainer has published them completely. A publish is over only once the engine has
+resumed; until then its lease runs, and the server tries again each time the lease lapses.
 """
 
 from __future__ import annotations

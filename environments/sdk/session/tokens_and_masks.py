@@ -1,10 +1,11 @@
 """Sequences of a session: they are built here, and logged for the rollout or evaluation that sampled them.
 
+A chat's prompt becomes tokens in `prefix_matching`, a row of a data set in `tasks.chat_dataset`.
+
 A `SequenceNode` holds a sequence's tokens with masks, logprobs and policy versions. Environments assemble groups by
 hand, often from token lists alone, so each rollout runs with a `SampleLog` of the sequences that its sessions produced:
 policy versions and sampling parameters are added to the group from it. Code inside an evaluation gets `split="eval"`
-from it. `messages_of` returns a rollout as readable messages. A chat's prompt becomes tokens in `prefix_matching`, a
-row of a data set in `tasks.chat_dataset`.
+from it. `messages_of` returns a rollout as readable messages.
 """
 
 from __future__ import annotations
