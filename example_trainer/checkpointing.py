@@ -30,6 +30,7 @@ from example_trainer.checkpoint_model_files import (
 )
 from example_trainer.errors import CheckpointError
 from example_trainer.memory.shapes import local_shape
+from example_trainer.modeling.base_fingerprint import base_fingerprint
 from example_trainer.options.modes import MODES
 from example_trainer.state import ObjectiveState, RandomState, Stateful, TrainerState, restore_random
 
@@ -196,6 +197,7 @@ def refuse_changed_settings(
             "a run from its weights with --model-name"
         )
     _refuse_other_weights(state, config)
+    refuse_other_base(state, config, base_fingerprint(config.model_name))
     for name in FIXED_SETTINGS:
         before, now = state.config.get(name, getattr(config, name)), getattr(config, name)
         if before != now:
@@ -222,6 +224,33 @@ def _refuse_other_weights(state: TrainerState, config: TrainingConfig) -> None:
     raise CheckpointError(
         f"the checkpoint of step {state.step} has the weights of --model-name {model}, and {config.model_name} has "
         f"other sizes; resume with --model-name {model}, or start a new run"
+    )
+
+
+def refuse_other_base(state: TrainerState, config: TrainingConfig, base: str | None) -> None:
+    """Raise `CheckpointError` if the model with the fingerprint `base` is not the one that the checkpoint needs.
+
+    It needs it for weights that are frozen, and for a reference policy that is the model at the run's start. A model
+    whose weights have no fingerprint, here or at that time, is compared by its name, and another is warned about.
+    """
+    frozen = "an adapter of" if config.trains_adapter else "some layers of" if config.train_layer_indices else None
+    if frozen is None and not (config.kl_coef and config.ref_model is None):
+        return
+    before, now = state.config.get("model_name"), config.model_name
+    has = f"has {frozen}" if frozen else "is held close by --kl-coef to"
+    if None in {state.base, base}:
+        if before not in {None, now}:
+            logger.warning(
+                "the checkpoint of step %d %s --model-name %s, this run has %s", state.step, has, before, now
+            )
+        return
+    if state.base == base:
+        return
+    change = f"and {now} has other weights" if before != now else "whose weights have changed since"
+    remedy = f"resume with --model-name {before}" if before != now else "put the former ones back"
+    own = "" if frozen else f", name the reference with --ref-model {before}"
+    raise CheckpointError(
+        f"the checkpoint of step {state.step} {has} --model-name {before}, {change}; {remedy}{own}, or start a new run"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from example_trainer.modeling.loading import (
     places_by_name,
     to_checkpoint_layout,
 )
-from example_trainer.modeling.lora import Adapter, inject
+from example_trainer.modeling.lora import Adapter, describe_left_out, inject
 from example_trainer.modeling.side_streams import HostGradients
 
 ResultT = TypeVar("ResultT")
@@ -311,6 +311,10 @@ class Policy:
     def adapter_config(self) -> dict[str, Any]:
         """Return the content of the adapter's `adapter_config.json`."""
         return self._required_adapter().config(self.tokenizer_name)
+
+    def describe_left_out(self, target_modules: Sequence[str]) -> str | None:
+        """Return a sentence about matrices that an adapter's targets mean and that take none; None if all do."""
+        return describe_left_out(self.module, self._required_adapter(), target_modules)
 
     def _required_adapter(self) -> Adapter:
         if self._adapter is None:

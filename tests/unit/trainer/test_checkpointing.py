@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 
 from example_trainer import checkpointing
 from example_trainer.checkpoint_model_files import StoredTensors
@@ -30,6 +32,7 @@ from example_trainer.checkpointing import (
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import CheckpointError, NonfiniteWeights, PublishFailed
 from example_trainer.model import load_policy
+from example_trainer.modeling.base_fingerprint import base_fingerprint
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.lora import AdapterOptions
 from example_trainer.modeling.policy import Policy
@@ -291,6 +294,60 @@ def test_a_model_of_other_sizes_is_reported_before_it_is_loaded(tmp_path: Path) 
     (moved / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 7}))
     with pytest.raises(CheckpointError, match=f"resume with --model-name {model}"):
         refuse_changed_settings(state, TrainingConfig(model_name=str(moved)))
+
+
+def test_an_adapter_is_not_resumed_on_another_base_of_the_same_sizes(tmp_path: Path) -> None:
+    model, other = make_tiny_model(tmp_path / "model"), make_tiny_model(tmp_path / "other", seed=1)
+    copied = shutil.copytree(model, tmp_path / "copied")
+    config = TrainingConfig(model_name=str(model), weight_bridge_mode="lora_restart", kl_coef=0.1)
+    state = replace(make_state(3), config=config.model_dump(mode="json"), base=base_fingerprint(str(model)))
+    refuse_changed_settings(state, config)
+    refuse_changed_settings(state, config.model_copy(update={"model_name": str(copied)}))
+    with pytest.raises(
+        CheckpointError, match=f"an adapter of .*{other} has other weights; resume with --model-name {model}"
+    ):
+        refuse_changed_settings(state, config.model_copy(update={"model_name": str(other)}))
+    shutil.copyfile(other / "model.safetensors", model / "model.safetensors")
+    with pytest.raises(CheckpointError, match="whose weights have changed since; put the former ones back"):
+        refuse_changed_settings(state, config)
+
+
+def test_full_weights_need_their_base_only_for_a_reference_and_for_frozen_layers(tmp_path: Path) -> None:
+    model, other = make_tiny_model(tmp_path / "model"), make_tiny_model(tmp_path / "other", seed=1)
+    for settings, words in (
+        ({}, None),
+        ({"kl_coef": 0.1, "ref_model": str(model)}, None),
+        ({"kl_coef": 0.1}, f"name the reference with --ref-model {model}"),
+        ({"train_layer_indices": "0"}, f"some layers of --model-name {model}"),
+    ):
+        config = TrainingConfig.model_validate({"model_name": str(model), "weight_bridge_mode": "none", **settings})
+        state = replace(make_state(3), config=config.model_dump(mode="json"), base=base_fingerprint(str(model)))
+        moved = config.model_copy(update={"model_name": str(other)})
+        if words is None:
+            refuse_changed_settings(state, moved)
+        else:
+            with pytest.raises(CheckpointError, match=words):
+                refuse_changed_settings(state, moved)
+
+
+def test_a_fingerprint_is_that_of_the_weights_and_not_of_their_files(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    found = base_fingerprint(str(model))
+    assert found is not None
+    tensors = dict(StoredTensors(model))
+    split = shutil.copytree(model, tmp_path / "split")
+    (split / "model.safetensors").unlink()
+    halves = {"a.safetensors": list(tensors)[::2], "b.safetensors": list(tensors)[1::2]}
+    for file, names in halves.items():
+        save_file({name: tensors[name] for name in names}, split / file)
+    index = {"weight_map": {name: file for file, names in halves.items() for name in names}}
+    (split / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert base_fingerprint(str(split)) == found
+    save_file({name: tensor.clone().mul_(1.01) for name, tensor in tensors.items()}, model / "model.safetensors")
+    assert base_fingerprint(str(model)) != found
+    assert base_fingerprint(str(tmp_path)) is None
+    (model / "model.safetensors").write_bytes(b"short")
+    assert base_fingerprint(str(model)) is None
 
 
 def test_a_card_says_what_the_weights_are_and_how_they_were_trained(policy: Policy, tmp_path: Path) -> None:
