@@ -20,6 +20,7 @@ from pickle import UnpicklingError  # torch raises it; the only unpickling is to
 from typing import TYPE_CHECKING, Any, Literal
 
 from atropos_api.common.files import move_link, sync_path, write_directory
+from atropos_api.common.option_flags import flag
 from example_trainer.checkpoint_model_files import (
     StoredTensors,
     damaged_file,
@@ -29,7 +30,7 @@ from example_trainer.checkpoint_model_files import (
     write_model,
 )
 from example_trainer.errors import CheckpointError
-from example_trainer.memory.shapes import local_shape
+from example_trainer.memory.shapes import ADAPTED_BY_DEFAULT, local_shape
 from example_trainer.modeling.base_fingerprint import base_fingerprint
 from example_trainer.options.modes import MODES
 from example_trainer.state import ObjectiveState, RandomState, Stateful, TrainerState, restore_random
@@ -199,13 +200,36 @@ def refuse_changed_settings(
     _refuse_other_weights(state, config)
     refuse_other_base(state, config, base_fingerprint(config.model_name))
     for name in FIXED_SETTINGS:
-        before, now = state.config.get(name, getattr(config, name)), getattr(config, name)
-        if before != now:
-            flag = "--" + name.replace("_", "-")
-            raise CheckpointError(
-                f"the checkpoint of step {state.step} was written with {flag} {before}, this run has {now}; resume "
-                f"with {flag} {before}, or start a new run from its weights with --model-name"
-            )
+        now = getattr(config, name)
+        before = state.config.get(name, now)
+        if _meant(name, before) != _meant(name, now):
+            raise _changed(name, before, state, config)
+    masters = state.config.get("master_weights", config.master_weights)
+    # The optimizer of bf16 weights without masters rounds, and its state is another; --dtype auto shows at the load.
+    if masters != config.master_weights and "none" in {masters, config.master_weights}:
+        if {state.config.get("dtype"), config.dtype} == {"bfloat16"}:
+            raise _changed("master_weights", masters, state, config)
+
+
+def _meant(name: str, value: Any) -> Any:
+    """Return what a setting's value means, which others may mean too: an order of modules, the default by name."""
+    return sorted(set(value or ADAPTED_BY_DEFAULT)) if name == "lora_target_modules" else value
+
+
+def _changed(name: str, before: Any, state: TrainerState, config: TrainingConfig) -> CheckpointError:
+    anew = "" if config.trains_adapter else " from its weights with --model-name"
+    return CheckpointError(
+        f"the checkpoint of step {state.step} was written {_as_flag(name, before)}, this run is "
+        f"{_as_flag(name, getattr(config, name))}; resume {_as_flag(name, before)}, or start a new run{anew}"
+    )
+
+
+def _as_flag(name: str, value: Any) -> str:
+    """Return a setting as words of a sentence, with the flag that gives it."""
+    if value is None or value is False:
+        return f"without {flag(name)}"
+    words = value if isinstance(value, (list, tuple)) else () if value is True else (value,)
+    return " ".join(["with", flag(name), *(str(word) for word in words)])
 
 
 def _refuse_other_weights(state: TrainerState, config: TrainingConfig) -> None:

@@ -35,6 +35,7 @@ from example_trainer.model import load_policy
 from example_trainer.modeling.base_fingerprint import base_fingerprint
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.lora import AdapterOptions
+from example_trainer.modeling.optimizers import OptimizerSettings, make_optimizer
 from example_trainer.modeling.policy import Policy
 from example_trainer.options.modes import BridgeMode
 from example_trainer.state import TrainerState, random_state
@@ -263,15 +264,53 @@ def test_a_checkpoint_older_than_a_field_of_its_state_is_read(policy: Policy, tm
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "words"),
-    [("optimizer", "adafactor", "--optimizer adamw, this run has adafactor"), ("lora_alpha", 64, "--lora-alpha 32")],
+    ("settings", "changed", "words"),
+    [
+        ({}, {"optimizer": "adafactor"}, "with --optimizer adamw, this run is with --optimizer adafactor"),
+        ({}, {"lora_alpha": 64}, "resume with --lora-alpha 32, or start a new run$"),
+        ({}, {"lora_target_modules": ["k_proj"]}, "resume without --lora-target-modules, or"),
+        (
+            {"lora_target_modules": ["mlp", "attention"]},
+            {"lora_target_modules": ["mlp"]},
+            "modules mlp attention, ",
+        ),
+        ({}, {"load_in_4bit": True}, "this run is with --load-in-4bit; resume without --load-in-4bit"),
+        ({}, {"master_weights": "none"}, "resume with --master-weights fp32"),
+    ],
 )
-def test_settings_that_the_state_hangs_on_may_not_change_over_a_resume(setting: str, value: object, words: str) -> None:
-    before = TrainingConfig(model_name="m", optimizer="adamw", weight_bridge_mode="lora_restart")
+def test_settings_that_the_state_hangs_on_may_not_change_over_a_resume(
+    settings: dict[str, object], changed: dict[str, object], words: str
+) -> None:
+    before = TrainingConfig.model_validate(
+        {"model_name": "m", "optimizer": "adamw", "weight_bridge_mode": "lora_restart", **settings}
+    )
     state = replace(make_state(3), config=before.model_dump(mode="json"))
     refuse_changed_settings(state, before.model_copy(update={"lr": 1.0}))
     with pytest.raises(CheckpointError, match=words):
-        refuse_changed_settings(state, before.model_copy(update={setting: value}))
+        refuse_changed_settings(state, before.model_copy(update=changed))
+
+
+def test_a_resume_may_say_the_same_modules_in_other_words(tmp_path: Path) -> None:
+    before = TrainingConfig(model_name="m", weight_bridge_mode="lora_restart")
+    state = replace(make_state(3), config=before.model_dump(mode="json"))
+    refuse_changed_settings(state, before.model_copy(update={"lora_target_modules": ["v_proj", "q_proj"]}))
+
+
+@pytest.mark.parametrize(("written", "resumed"), [("none", "fp32"), ("fp32", "none")])
+def test_the_state_of_masters_is_not_that_of_bf16_weights(
+    tiny_model: Path, tmp_path: Path, written: str, resumed: str
+) -> None:
+    """Where `--dtype auto` hides it before the model is loaded."""
+
+    def loaded(masters: str) -> tuple[Policy, torch.optim.Optimizer]:
+        options = PolicyOptions(model_name=str(tiny_model), dtype="bfloat16", device="cpu", master_weights=masters)
+        policy = load_policy(options)
+        return policy, make_optimizer(policy.masters.values(), OptimizerSettings(name="adamw", lr=1e-3))
+
+    policy, optimizer = loaded(written)
+    path = save_checkpoint(tmp_path, make_state(1), policy, optimizer, random_state())
+    with pytest.raises(CheckpointError, match=r"it belongs to .* stepped .*here\); resume with .*--master-weights"):
+        restore(path, *loaded(resumed))
 
 
 @pytest.mark.parametrize(
