@@ -206,9 +206,9 @@ def refuse_changed_settings(
             raise _changed(name, before, state, config)
     masters = state.config.get("master_weights", config.master_weights)
     # The optimizer of bf16 weights without masters rounds, and its state is another; --dtype auto shows at the load.
-    if masters != config.master_weights and "none" in {masters, config.master_weights}:
-        if {state.config.get("dtype"), config.dtype} == {"bfloat16"}:
-            raise _changed("master_weights", masters, state, config)
+    steps_bf16 = {state.config.get("dtype"), config.dtype} == {"bfloat16"}
+    if steps_bf16 and masters != config.master_weights and "none" in {masters, config.master_weights}:
+        raise _changed("master_weights", masters, state, config)
 
 
 def _meant(name: str, value: Any) -> Any:
