@@ -130,7 +130,9 @@ def loss_terms(inputs: LossInputs, settings: LossSettings) -> dict[str, Tensor]:
     terms = {"policy": policy_losses(inputs, settings)}
     if settings.kl_coef and (divergence := reference_kl(inputs, settings)) is not None:
         if settings.kl_bias_correction:
-            divergence = divergence * surrogate_log_ratios(inputs, settings).exp()
+            ratios = surrogate_log_ratios(inputs, settings).exp()
+            # k1 has the divergence's gradient by itself, and would get it twice.
+            divergence = divergence * (ratios.detach() if settings.kl_estimator == "k1" else ratios)
         terms["kl"] = settings.kl_coef * divergence
     if settings.entropy_coef:
         terms["entropy"] = -settings.entropy_coef * inputs.entropies.float()

@@ -49,11 +49,15 @@ def test_the_divergence_is_added_with_its_coefficient_and_pulls_towards_the_refe
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_with_the_bias_correction_it_is_the_divergence_over_another_policy_s_samples_too(estimator: str) -> None:
     torch.manual_seed(0)
-    policy, reference, sampler = (torch.randn(6).log_softmax(0) for _ in range(3))
+    logits, reference, sampler = torch.randn(6, requires_grad=True), *(torch.randn(6).log_softmax(0) for _ in range(2))
+    policy = logits.log_softmax(0)
     settings = LossSettings(kl_coef=1.0, kl_estimator=estimator, kl_bias_correction=True)  # type: ignore[arg-type]
     values = inputs(policy, reference_logprobs=reference, rollout_logprobs=sampler)
     found = (sampler.exp() * loss_terms(values, settings)["kl"]).sum()
-    torch.testing.assert_close(found, (policy.exp() * (policy - reference)).sum())
+    exact = (policy.exp() * (policy - reference)).sum()
+    torch.testing.assert_close(found, exact)
+    gradients = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (found, exact)]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
