@@ -171,26 +171,32 @@ def resolve_targets(wanted: Sequence[str], linear: Sequence[str]) -> list[str]:
     return sorted(endings)
 
 
-def describe_left_out(module: nn.Module, adapter: Adapter, wanted: Sequence[str]) -> str | None:
-    """Return a sentence if `wanted` means matrices that take no adapter, such as the fused experts of a layer.
+def describe_left_out(module: nn.Module, adapter: Adapter, options: AdapterOptions) -> list[str]:
+    """Return sentences about matrices that the options mean and that take no adapter, or are not packed into 4 bits.
 
     Transformers keeps all experts of a layer in one parameter, which is no linear module.
     """
     linear = {id(part) for layer in _linear_modules(module).values() for part in layer.parameters()}
-    sizes: dict[str, int] = {}
+    others: dict[str, int] = {}
     for path, parameter in module.named_parameters():
-        place = _BLOCK.sub("", path)
-        is_meant = {"all-linear", "mlp", place.rpartition(".")[2]} & set(wanted)
-        if is_meant and block_index(path) is not None and parameter.ndim > 1 and id(parameter) not in linear:
-            sizes[place] = sizes.get(place, 0) + parameter.numel()
-    if not sizes:
-        return None
-    share = sum(sizes.values()) / sum(parameter.numel() for parameter in module.parameters())
-    return (
-        f"--lora-target-modules {' '.join(wanted)} adapts {', '.join(adapter.targets)}; {', '.join(sorted(sizes))} "
-        f"({share:.0%} of the parameters) take no adapter and stay frozen; full weights train them "
-        "(--weight-bridge-mode shared_vllm)"
-    )
+        if block_index(path) is not None and parameter.ndim > 1 and id(parameter) not in linear:
+            place = _BLOCK.sub("", path)
+            others[place] = others.get(place, 0) + parameter.numel()
+    wanted = options.target_modules
+    meant = [place for place in others if {"all-linear", "mlp", place.rpartition(".")[2]} & set(wanted)]
+    said = []
+    if meant:
+        said.append(
+            f"--lora-target-modules {' '.join(wanted)} adapts {', '.join(adapter.targets)}; {', '.join(sorted(meant))} "
+            "take no adapter and stay frozen; full weights train them (--weight-bridge-mode shared_vllm)"
+        )
+    if others and options.quantise is not None:
+        millions = sum(others.values()) / 1e6
+        said.append(
+            f"--load-in-4bit packs linear modules alone; {', '.join(sorted(others))} ({millions:.1f}M parameters) keep "
+            "the dtype of --dtype"
+        )
+    return said
 
 
 _BLOCK = re.compile(r"^.*?\.\d+\.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from example_trainer.modeling.loading import (
     places_by_name,
     to_checkpoint_layout,
 )
-from example_trainer.modeling.lora import Adapter, describe_left_out, inject
+from example_trainer.modeling.lora import Adapter, AdapterOptions, describe_left_out, inject
 from example_trainer.modeling.side_streams import HostGradients
 
 ResultT = TypeVar("ResultT")
@@ -312,9 +312,9 @@ class Policy:
         """Return the content of the adapter's `adapter_config.json`."""
         return self._required_adapter().config(self.tokenizer_name)
 
-    def describe_left_out(self, target_modules: Sequence[str]) -> str | None:
-        """Return a sentence about matrices that an adapter's targets mean and that take none; None if all do."""
-        return describe_left_out(self.module, self._required_adapter(), target_modules)
+    def describe_left_out(self, options: AdapterOptions) -> list[str]:
+        """Return sentences about matrices that an adapter's options mean and cannot reach."""
+        return describe_left_out(self.module, self._required_adapter(), options)
 
     def _required_adapter(self) -> Adapter:
         if self._adapter is None:

@@ -236,7 +236,18 @@ def test_the_log_names_what_the_targets_mean_and_an_adapter_cannot_be_put_on(
     said = [record.message for record in caplog.records if "stay frozen" in record.message]
     assert len(said) == (left_out is not None)
     if left_out is not None:
-        assert f"all-linear adapts k_proj, o_proj, q_proj, v_proj; {left_out} (" in said[0]
+        assert f"all-linear adapts k_proj, o_proj, q_proj, v_proj; {left_out} take no adapter" in said[0]
+
+
+def test_the_log_names_what_a_base_in_4_bits_does_not_pack(
+    tiny_family: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    for family in ("qwen2", "mixtral"):
+        load(tiny_family(family), dtype="bfloat16", quantise="nf4")
+    said = [record.message for record in caplog.records if "--load-in-4bit packs" in record.message]
+    assert len(said) == 1
+    assert "mlp.experts.down_proj, mlp.experts.gate_up_proj" in said[0]
 
 
 def test_fused_experts_are_refused_as_a_target(tiny_family: Callable[[str], Path]) -> None:
