@@ -242,6 +242,12 @@ def _refuse_other_weights(state: TrainerState, config: TrainingConfig) -> None:
             f"the checkpoint of step {state.step} has {held} (--weight-bridge-mode {mode}), and "
             f"{config.weight_bridge_mode} trains {wanted}; resume with --weight-bridge-mode {mode}, or start a new run"
         )
+    used_lora = state.config.get("use_lora")  # the flag of atropos-sft for the same choice
+    if used_lora is not None and used_lora != config.trains_adapter:
+        raise CheckpointError(
+            f"the checkpoint of step {state.step} has {kinds[used_lora]}, and this run trains "
+            f"{kinds[config.trains_adapter]}; resume {_as_flag('use_lora', used_lora)}, or start a new run"
+        )
     before, now = local_shape(model), local_shape(config.model_name)
     if before is None or now is None or replace(before, name=now.name, stored_dtype=now.stored_dtype) == now:
         return

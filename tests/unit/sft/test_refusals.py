@@ -87,6 +87,21 @@ def test_a_run_that_goes_on_is_not_deleted_by_another_one(sft: Sft) -> None:
     assert (folder / "checkpoint-1").is_dir()
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        ((), ("--use-lora",), "has full weights, and this run trains an adapter; resume without --use-lora"),
+        (("--use-lora",), (), "has an adapter, and this run trains full weights; resume with --use-lora"),
+    ],
+)
+def test_an_adapter_is_not_resumed_as_full_weights_nor_the_reverse(
+    sft: Sft, first: tuple[str, ...], then: tuple[str, ...], message: str
+) -> None:
+    sft("--training-steps", "1", *first)
+    with pytest.raises(AtroposError, match=message):
+        sft("--training-steps", "2", "--resume", "auto", *then)
+
+
 def test_a_checkpoint_of_other_data_or_of_grpo_is_not_resumed(sft: Sft) -> None:
     folder = sft("--training-steps", "1")
     with pytest.raises(AtroposError, match="written with rows 20, this run has 19"):
