@@ -1,7 +1,7 @@
 """The fingerprint of a model's stored weights, by which a resume finds that its base is not the one of the checkpoint.
 
-It is the digest of each tensor's name, dtype, shape and of some of its bytes, so it is read in a moment, is the same
-for a model that was moved or split into other files, and differs after any training.
+It is the digest of each tensor's name, dtype, shape and of some of its bytes: a few MB of a model of any size. It is
+the same for a model that was moved or split into other files, and differs after any training.
 """
 
 from __future__ import annotations
@@ -17,21 +17,24 @@ from blake3 import blake3
 from atropos_api.common.files import expand_home
 
 SAMPLED_BYTES = 4096
-"""Bytes read in the middle of each tensor: some thousand weights, a few MB of a large model."""
+"""Bytes read in the middle of a tensor: some thousand weights."""
+SAMPLED_TENSORS = 1024
+"""Number of tensors up to which bytes of all are read, and beyond which of every second, third and so on."""
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def base_fingerprint(model_name: str) -> str | None:
     """Return the fingerprint of a directory or of a model in the local cache; None without safetensors files there."""
+    digest = blake3()
     try:
-        tensors = [tensor for path in _files(model_name) for tensor in _samples(path)]
+        tensors = sorted(tensor for path in _files(model_name) for tensor in _tensors(path))
+        for number, (description, path, begin, end) in enumerate(tensors):
+            digest.update(description.encode())
+            if number % (len(tensors) // SAMPLED_TENSORS + 1) == 0:
+                digest.update(_sample(path, begin, end))
     except (OSError, ValueError, KeyError, TypeError, struct.error):
         return None
-    digest = blake3()
-    for description, sample in sorted(tensors):
-        digest.update(description.encode())
-        digest.update(sample)
     return digest.hexdigest() if tensors else None
 
 
@@ -59,15 +62,19 @@ def _find(model_name: str, file: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def _samples(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield of each tensor in a file its description and the bytes in its middle."""
+def _tensors(path: Path) -> Iterator[tuple[str, Path, int, int]]:
+    """Yield of each tensor in a file its description, and the first and last place of its bytes there."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header: dict[str, Any] = json.loads(file.read(length))
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            size = min(SAMPLED_BYTES, end - begin)
-            file.seek(8 + length + begin + (end - begin - size) // 2)
-            yield json.dumps([name, entry["dtype"], entry["shape"]]), file.read(size)
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = (8 + length + int(offset) for offset in entry["data_offsets"])
+            yield json.dumps([name, entry["dtype"], entry["shape"]]), path, begin, end
+
+
+def _sample(path: Path, begin: int, end: int) -> bytes:
+    size = min(SAMPLED_BYTES, end - begin)
+    with path.open("rb") as file:
+        file.seek(begin + (end - begin - size) // 2)
+        return file.read(size)
