@@ -14,6 +14,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -282,14 +283,14 @@ class ChatDataset:
         answers = [at for at, message in enumerate(whole) if at and message["role"] == "assistant"]
         if self._turns == "last":
             answers = [len(chat)] if reply else []
-        tools = _tools_of(row, where)
+        render = partial(self._render, where=where, tools=_tools_of(row, where))
         tokens: list[int] = []
         mask: list[int] = []
         prompt: list[int] = []
         done = ""
         for at in answers:
-            before = self._render(whole[:at], tools, open_turn=True)
-            after = self._render(whole[: at + 1], tools, open_turn=False)
+            before = render(whole[:at], open_turn=True)
+            after = render(whole[: at + 1], open_turn=False)
             if not before.startswith(done) or not after.startswith(before):
                 raise self._rewritten(f"{where}, message {at}")
             context, answer = self._encode(before[len(done) :]), self._encode(after[len(before) :])
@@ -299,7 +300,7 @@ class ChatDataset:
             done = after
         if reply:
             return prompt, tokens, mask
-        rendered = self._render(whole, tools, open_turn=True)
+        rendered = render(whole, open_turn=True)
         if not rendered.startswith(done):
             raise self._rewritten(where)
         rest = self._encode(rendered[len(done) :])
@@ -318,12 +319,15 @@ class ChatDataset:
         kept = len(answer) - answer[::-1].index(end) if end in answer else len(answer)
         return [1] * kept + [0] * (len(answer) - kept)
 
-    def _render(self, messages: Chat, tools: Sequence[Any] | None, *, open_turn: bool) -> str:
-        shown = {} if tools is None else {"tools": tools}
-        rendered = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=open_turn, **shown
-        )
-        return str(rendered)
+    def _render(self, messages: Chat, *, where: str, tools: Sequence[Any] | None, open_turn: bool) -> str:
+        shown = {"add_generation_prompt": open_turn, **({} if tools is None else {"tools": tools})}
+        try:
+            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **shown))
+        except Exception as error:  # templates refuse what they do not expect in ways of their own
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise DataUnusable(
+                f"{where}: the chat template cannot write this chat ({reason}); mend the row, or use another template"
+            ) from error
 
     def _encode(self, text: str) -> list[int]:
         """Return the ids of a part of a rendered chat, in which the template has put all special tokens."""

@@ -257,3 +257,13 @@ def test_a_chat_that_calls_tools_is_learned_with_its_calls_and_shows_its_tools(w
 def test_tools_that_are_no_list_are_refused_with_their_place(with_template, tools):
     with pytest.raises(DataUnusable, match="record 1, column tools: it is"):
         ChatDataset([{"messages": CALLS, "tools": tools}], with_template(TOOLS))[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [("{{ raise_exception('roles must alternate') }}", "roles must alternate"), (NEWLINES, "can only concatenate str")],
+)
+def test_a_chat_that_the_template_does_not_write_is_refused_with_its_place(with_template, template, reason):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "u"}]}, {"role": "assistant", "content": "a"}]
+    with pytest.raises(DataUnusable, match=rf"record 1: the chat template cannot write this chat \({reason}"):
+        ChatDataset([{"messages": parts}], with_template(template))[0]
