@@ -20,6 +20,7 @@ from pickle import UnpicklingError  # torch raises it; the only unpickling is to
 from typing import TYPE_CHECKING, Any, Literal
 
 from atropos_api.common.files import move_link, sync_path, write_directory
+from atropos_api.common.option_flags import flag
 from example_trainer.checkpoint_model_files import (
     StoredTensors,
     damaged_file,
@@ -29,7 +30,8 @@ from example_trainer.checkpoint_model_files import (
     write_model,
 )
 from example_trainer.errors import CheckpointError
-from example_trainer.memory.shapes import local_shape
+from example_trainer.memory.shapes import ADAPTED_BY_DEFAULT, local_shape
+from example_trainer.modeling.base_fingerprint import base_fingerprint
 from example_trainer.options.modes import MODES
 from example_trainer.state import ObjectiveState, RandomState, Stateful, TrainerState, restore_random
 
@@ -196,14 +198,38 @@ def refuse_changed_settings(
             "a run from its weights with --model-name"
         )
     _refuse_other_weights(state, config)
+    refuse_other_base(state, config, base_fingerprint(config.model_name))
     for name in FIXED_SETTINGS:
-        before, now = state.config.get(name, getattr(config, name)), getattr(config, name)
-        if before != now:
-            flag = "--" + name.replace("_", "-")
-            raise CheckpointError(
-                f"the checkpoint of step {state.step} was written with {flag} {before}, this run has {now}; resume "
-                f"with {flag} {before}, or start a new run from its weights with --model-name"
-            )
+        now = getattr(config, name)
+        before = state.config.get(name, now)
+        if _meant(name, before) != _meant(name, now):
+            raise _changed(name, before, state, config)
+    masters = state.config.get("master_weights", config.master_weights)
+    # The optimizer of bf16 weights without masters rounds, and its state is another; --dtype auto shows at the load.
+    steps_bf16 = {state.config.get("dtype"), config.dtype} == {"bfloat16"}
+    if steps_bf16 and masters != config.master_weights and "none" in {masters, config.master_weights}:
+        raise _changed("master_weights", masters, state, config)
+
+
+def _meant(name: str, value: Any) -> Any:
+    """Return what a setting's value means, which others may mean too: an order of modules, the default by name."""
+    return sorted(set(value or ADAPTED_BY_DEFAULT)) if name == "lora_target_modules" else value
+
+
+def _changed(name: str, before: Any, state: TrainerState, config: TrainingConfig) -> CheckpointError:
+    anew = "" if config.trains_adapter else " from its weights with --model-name"
+    return CheckpointError(
+        f"the checkpoint of step {state.step} was written {_as_flag(name, before)}, this run is "
+        f"{_as_flag(name, getattr(config, name))}; resume {_as_flag(name, before)}, or start a new run{anew}"
+    )
+
+
+def _as_flag(name: str, value: Any) -> str:
+    """Return a setting as words of a sentence, with the flag that gives it."""
+    if value is None or value is False:
+        return f"without {flag(name)}"
+    words = value if isinstance(value, (list, tuple)) else () if value is True else (value,)
+    return " ".join(["with", flag(name), *(str(word) for word in words)])
 
 
 def _refuse_other_weights(state: TrainerState, config: TrainingConfig) -> None:
@@ -216,12 +242,45 @@ def _refuse_other_weights(state: TrainerState, config: TrainingConfig) -> None:
             f"the checkpoint of step {state.step} has {held} (--weight-bridge-mode {mode}), and "
             f"{config.weight_bridge_mode} trains {wanted}; resume with --weight-bridge-mode {mode}, or start a new run"
         )
+    used_lora = state.config.get("use_lora")  # the flag of atropos-sft for the same choice
+    if used_lora is not None and used_lora != config.trains_adapter:
+        raise CheckpointError(
+            f"the checkpoint of step {state.step} has {kinds[used_lora]}, and this run trains "
+            f"{kinds[config.trains_adapter]}; resume {_as_flag('use_lora', used_lora)}, or start a new run"
+        )
     before, now = local_shape(model), local_shape(config.model_name)
     if before is None or now is None or replace(before, name=now.name, stored_dtype=now.stored_dtype) == now:
         return
     raise CheckpointError(
         f"the checkpoint of step {state.step} has the weights of --model-name {model}, and {config.model_name} has "
         f"other sizes; resume with --model-name {model}, or start a new run"
+    )
+
+
+def refuse_other_base(state: TrainerState, config: TrainingConfig, base: str | None) -> None:
+    """Raise `CheckpointError` if the model with the fingerprint `base` is not the one that the checkpoint needs.
+
+    It needs it for weights that are frozen, and for a reference policy that is the model at the run's start. A model
+    whose weights have no fingerprint, here or at that time, is compared by its name, and another is warned about.
+    """
+    frozen = "an adapter of" if config.trains_adapter else "some layers of" if config.train_layer_indices else None
+    if frozen is None and not (config.kl_coef and config.ref_model is None):
+        return
+    before, now = state.config.get("model_name"), config.model_name
+    has = f"has {frozen}" if frozen else "is held close by --kl-coef to"
+    if None in {state.base, base}:
+        if before not in {None, now}:
+            logger.warning(
+                "the checkpoint of step %d %s --model-name %s, this run has %s", state.step, has, before, now
+            )
+        return
+    if state.base == base:
+        return
+    change = f"and {now} has other weights" if before != now else "whose weights have changed since"
+    remedy = f"resume with --model-name {before}" if before != now else "put the former ones back"
+    own = "" if frozen else f", name the reference with --ref-model {before}"
+    raise CheckpointError(
+        f"the checkpoint of step {state.step} {has} --model-name {before}, {change}; {remedy}{own}, or start a new run"
     )
 
 

@@ -60,6 +60,8 @@ def load_policy(options: PolicyOptions, *, forwards_from_masters: bool = True) -
     policy = Policy(module, hf_config=stored, served_dtype=served_dtype, device=device, options=options)
     if options.master_weights == "host" and device.type == "cuda":
         pin(policy.masters.values())
+    for remark in [] if options.adapter is None else policy.describe_left_out(options.adapter):
+        logger.warning("%s", remark)
     if forwards_from_masters:
         policy.compute_in_served_dtype()
     logger.info(

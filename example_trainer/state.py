@@ -43,6 +43,8 @@ class TrainerState:
     loss_scale: dict[str, float] | None = None
     """State of the loss scale of float16; null for other dtypes."""
     config: dict[str, Any] = field(default_factory=dict)
+    base: str | None = None
+    """Fingerprint of the model that the run trains from; null if its files have none."""
     method: Literal["grpo", "sft"] = "grpo"
     """The training that wrote it: of `atropos-grpo`, or of `atropos-sft`."""
 
@@ -88,6 +90,8 @@ class Progress:
     """Metrics of the last step that are known before its publish."""
     health: dict[str, Any] = field(default_factory=dict)
     """State of the health monitor before that step."""
+    base: str | None = None
+    """Fingerprint of the model that the run trains from."""
 
 
 class Phases:

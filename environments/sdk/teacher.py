@@ -10,7 +10,7 @@ start. If it fails later, a group is sent without its logprobs: both fields are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import anyio
@@ -37,7 +37,7 @@ class TeacherFields(BaseModel):
 
     teacher_enabled: bool = Field(False, description="Ask the teacher for logprobs of every group.")
     teacher_top_k: int = Field(
-        0, ge=-1, description="Most likely tokens to keep at each position; 0: only the given token."
+        0, ge=-1, description="Most likely tokens to keep at each position, besides the given one; 0: only that."
     )
 
 
@@ -143,8 +143,26 @@ class TeacherMixin(BaseEnv):
                 raise mismatch from error
             logger.warning("a group is sent without teacher logprobs: %r", error)
             return without_teacher
-        ids = [one["prompt_topk_token_ids"] for one in found]
-        return {**group, "distill_token_ids": ids, "distill_logprobs": [one["prompt_topk_logprobs"] for one in found]}
+        rows = [_with_given_tokens(*pair) for pair in zip(tokens, found, strict=True)]
+        return {
+            **group,
+            "distill_token_ids": [ids for ids, _ in rows],
+            "distill_logprobs": [logprobs for _, logprobs in rows],
+        }
+
+
+def _with_given_tokens(tokens: Sequence[int], found: Mapping[str, Any]) -> tuple[list[list[int]], list[list[float]]]:
+    """Return the most likely tokens of each position with their logprobs, and the given one if it is none of them.
+
+    A credit for the sampled token (`--distill reverse_kl`) needs its logprob most where the teacher finds it unlikely.
+    """
+    ids = [list(row) for row in found["prompt_topk_token_ids"]]
+    logprobs = [list(row) for row in found["prompt_topk_logprobs"]]
+    for at, (token, value) in enumerate(zip(tokens, found.get("prompt_logprobs", ()), strict=False)):
+        if value is not None and token not in ids[at]:
+            ids[at].append(token)
+            logprobs[at].append(value)
+    return ids, logprobs
 
 
 class TeacherDistillationEnv(TeacherMixin):

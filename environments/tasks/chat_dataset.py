@@ -3,15 +3,18 @@
 `load_rows` gives the rows that an environment samples answers for. `ChatDataset` tokenizes each row with the chat
 template: its prompt to sample from, and the whole chat with a mask of the assistant's tokens to learn from. A row is a
 prompt that is text, or a chat with or without a system prompt; the assistant's message at its end, or the columns
-`completion` and `response`, are its reply. It needs no torch; `example_trainer.library` has the collator.
+`completion` and `response`, are its reply. The column `tools`, a list or its JSON, is what the chat template tells of
+the functions that may be called. It needs no torch; `example_trainer.library` has the collator.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -125,10 +128,14 @@ def _is_blank(value: Any) -> bool:
 
 def _read_chat(value: Any, where: str) -> list[Mapping[str, Any]]:
     if not isinstance(value, Sequence) or not all(
-        isinstance(message, Mapping) and message.get("role") and message.get("content") is not None for message in value
+        isinstance(message, Mapping)
+        and message.get("role")
+        and (message.get("content") is not None or message.get("tool_calls"))
+        for message in value
     ):
         raise DataUnusable(f"{where}: a prompt is text or a list of messages with role and content, not {value!r:.80}")
-    return [_without_nulls(message) for message in value]
+    # A message that only calls tools may lack a content, and templates differ in whether they ask for it.
+    return [_without_nulls({**message, "content": message.get("content") or ""}) for message in value]
 
 
 def _without_nulls(value: Any) -> Any:
@@ -276,13 +283,14 @@ class ChatDataset:
         answers = [at for at, message in enumerate(whole) if at and message["role"] == "assistant"]
         if self._turns == "last":
             answers = [len(chat)] if reply else []
+        render = partial(self._render, where=where, tools=_tools_of(row, where))
         tokens: list[int] = []
         mask: list[int] = []
         prompt: list[int] = []
         done = ""
         for at in answers:
-            before = self._render(whole[:at], open_turn=True)
-            after = self._render(whole[: at + 1], open_turn=False)
+            before = render(whole[:at], open_turn=True)
+            after = render(whole[: at + 1], open_turn=False)
             if not before.startswith(done) or not after.startswith(before):
                 raise self._rewritten(f"{where}, message {at}")
             context, answer = self._encode(before[len(done) :]), self._encode(after[len(before) :])
@@ -292,7 +300,7 @@ class ChatDataset:
             done = after
         if reply:
             return prompt, tokens, mask
-        rendered = self._render(whole, open_turn=True)
+        rendered = render(whole, open_turn=True)
         if not rendered.startswith(done):
             raise self._rewritten(where)
         rest = self._encode(rendered[len(done) :])
@@ -311,13 +319,34 @@ class ChatDataset:
         kept = len(answer) - answer[::-1].index(end) if end in answer else len(answer)
         return [1] * kept + [0] * (len(answer) - kept)
 
-    def _render(self, messages: Chat, *, open_turn: bool) -> str:
-        rendered = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=open_turn)
-        return str(rendered)
+    def _render(self, messages: Chat, *, where: str, tools: Sequence[Any] | None, open_turn: bool) -> str:
+        shown = {"add_generation_prompt": open_turn, **({} if tools is None else {"tools": tools})}
+        try:
+            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **shown))
+        except Exception as error:  # templates refuse what they do not expect in ways of their own
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise DataUnusable(
+                f"{where}: the chat template cannot write this chat ({reason}); mend the row, or use another template"
+            ) from error
 
     def _encode(self, text: str) -> list[int]:
         """Return the ids of a part of a rendered chat, in which the template has put all special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+
+def _tools_of(row: Row, where: str) -> Sequence[Any] | None:
+    """Return the functions that a row's chat may call, from its column `tools`; None if it has none."""
+    tools = row.columns.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise DataUnusable(f"{where}, column tools: it is not JSON ({error}); give a list of functions") from error
+    if not tools:
+        return None
+    if not isinstance(tools, Sequence):
+        raise DataUnusable(f"{where}, column tools: it is a list of functions, or its JSON, not {tools!r:.80}")
+    return [_without_nulls(tool) for tool in tools]
 
 
 def _refuse_long_reply(row: Row, where: str) -> None:

@@ -118,7 +118,7 @@ launcher decide. `make gpu` compares it with [a step's peak](../explanation/gpu.
 
 ## Before a run
 
-`atropos-grpo` and `atropos-grpo-run` compute what a run needs before they load anything. `--fit check` (the default)
+`atropos-grpo`, `atropos-grpo-run` and `atropos-sft` compute what a run needs before they load anything. `--fit check` (the default)
 refuses a run that does not fit, in one line with the nearest flags that do and exit code 2. `--fit auto` sets these
 flags and logs them. `--fit off` does neither. The memory is that of the trainer's GPU as `nvidia-smi` gives it;
 `--gpu-memory-gb 80` counts with another. Without a GPU, or if the model's `config.json` is neither in a directory nor

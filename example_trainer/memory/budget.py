@@ -142,7 +142,8 @@ def trained_parameters(shape: ModelShape, config: TrainingOptions) -> int:
 
 def adapter_parameters(shape: ModelShape, rank: int, targets: list[str] | None) -> int:
     """Return the number of an adapter's parameters in one layer; a module of another name counts as the largest."""
-    presets = {"all-linear": shape.linear, "attention": list(shape.linear)[:4], "mlp": list(shape.linear)[4:]}
+    attention, mlp = list(shape.linear)[:4], list(shape.linear)[4:] if shape.experts == 1 else []
+    presets = {"all-linear": attention + mlp, "attention": attention, "mlp": mlp}  # experts in one tensor take none
     largest = max(shape.linear.values(), key=sum)
     names = {name for target in targets or ADAPTED_BY_DEFAULT for name in presets.get(target, [target])}
     return sum(rank * sum(shape.linear.get(name.rpartition(".")[2], largest)) for name in names)
@@ -192,7 +193,7 @@ def _own_weights(shape: ModelShape, config: TrainingOptions, served: int, traine
         copies = served * trained if config.master_weights != "none" and served != 4 else 0
         if not config.load_in_4bit:
             return served * shape.parameters + copies
-        packed = shape.layers * shape.matrix_parameters
+        packed = shape.layers * shape.packed_parameters
         return FOUR_BIT_BYTES * packed + served * (shape.parameters - packed) + copies
     if config.world_size > 1:
         size = config.trainer_tensor_parallel_size

@@ -73,6 +73,8 @@ class Gpu:
     """False if the server is started elsewhere, so that `--gpu-memory-utilization` does not set its share."""
     host_bytes: float | None = None
     """Memory of the host; None if it is not known."""
+    program: str = "atropos-grpo"
+    """The program that trains: under `atropos-sft` no server follows it, and its adapters have a flag of their own."""
 
     @property
     def usable_bytes(self) -> float:
@@ -100,9 +102,10 @@ def explain(shape: ModelShape, config: TrainingOptions, gpu: Gpu) -> str | None:
             "--fit off skips this check"
         )
     teacher = "another one for the teacher (--teacher.gpu), " if gpu.teacher_share else ""
+    server = "another one for vLLM (--vllm-gpu), " if gpu.share else ""
     return (
-        f"{problem}; nothing that this trainer can change fits: take a larger GPU, another one for vLLM (--vllm-gpu), "
-        f"{teacher}several ranks (torchrun), shorter sequences or a smaller model; --fit off skips this check"
+        f"{problem}; nothing that this trainer can change fits: take a larger GPU, {server}{teacher}several ranks "
+        "(torchrun), shorter sequences or a smaller model; --fit off skips this check"
     )
 
 
@@ -163,8 +166,10 @@ def gpu_after(changes: Changes, gpu: Gpu) -> Gpu:
     return replace(gpu, share=changes.get("gpu_memory_utilization", gpu.share))
 
 
-def as_flags(changes: Changes) -> str:
-    """Return changes as flags of the trainer."""
+def as_flags(changes: Changes, program: str = "atropos-grpo") -> str:
+    """Return changes as flags of the trainer, or of `atropos-sft`."""
+    if program == "atropos-sft" and "weight_bridge_mode" in changes:
+        changes = {"use_lora": True, **{name: value for name, value in changes.items() if name != "weight_bridge_mode"}}
     return " ".join(flag(name) if value is True else f"{flag(name)} {value}" for name, value in changes.items())
 
 
@@ -202,7 +207,7 @@ def _problem(shape: ModelShape, config: TrainingOptions, gpu: Gpu) -> str:
 def _fitting(shape: ModelShape, config: TrainingOptions, gpu: Gpu, changes: Changes) -> str:
     needed = budget_on(shape, with_changes(config, changes), gpu_after(changes, gpu))
     host = f" and {needed.host / GB:.1f} GB of host memory" if needed.host else ""
-    return f"{as_flags(changes)} fits ({needed.total / GB:.1f} GB{host})"
+    return f"{as_flags(changes, gpu.program)} fits ({needed.total / GB:.1f} GB{host})"
 
 
 def _lacks_in_share(shape: ModelShape, config: TrainingOptions, gpu: Gpu) -> float:

@@ -48,11 +48,13 @@ def preflight(
     starts_server: bool,
     servers: ServerShares | None = None,
     environment: Mapping[str, str] | None = None,
+    program: str = "atropos-grpo",
 ) -> Choice:
     """Raise `DoesNotFit` if a run does not fit its GPU; under `--fit auto` return the changes with which it does.
 
     `starts_server` says if this configuration's settings are those that the inference server will be started with;
-    `servers` says how the servers on the trainer's GPU divide its memory, if there is more than one.
+    `servers` says how the servers on the trainer's GPU divide its memory, if there is more than one. `atropos-sft` is a
+    `program` without a server.
     """
     if config.fit == "off":
         return Choice()
@@ -62,8 +64,9 @@ def preflight(
     shape = None if total_bytes is None else local_shape(config.model_name)
     if total_bytes is None or shape is None:
         return Choice()
-    shares_gpu = serves_on(gpu_index, config, environment)
+    shares_gpu = program != "atropos-sft" and serves_on(gpu_index, config, environment)
     gpu = gpu_of(shape, config, total_bytes, shares_gpu=shares_gpu, starts_server=starts_server)
+    gpu = replace(gpu, program=program)
     if servers is not None:
         gpu = replace(gpu, servers=servers)
     found = nearest(shape, config, gpu) if config.fit == "auto" else None

@@ -61,6 +61,12 @@ class ModelShape:
         return attention + self.experts * 3 * self.hidden * self.intermediate
 
     @property
+    def packed_parameters(self) -> int:
+        """Number of parameters of a layer that a base in 4 bits packs: experts, which are one tensor, are not."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        return self.matrix_parameters if self.experts == 1 else attention
+
+    @property
     def layer_parameters(self) -> int:
         router = self.experts * self.hidden if self.experts > 1 else 0
         return self.matrix_parameters + router + 2 * self.hidden

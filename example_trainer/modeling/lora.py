@@ -11,6 +11,7 @@ Formula: y = W x + (alpha / r) B A dropout(x), A is r x in, B is out x r and sta
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,6 +80,11 @@ class Adapter:
     def has_dropout(self) -> bool:
         """True if dropout makes forwards with gradients differ from those without."""
         return bool(self._peft_config.lora_dropout)
+
+    @property
+    def targets(self) -> list[str]:
+        """The names of the modules that are adapted."""
+        return sorted({path.rpartition(".")[2] for path in self._layers})
 
     def places(self) -> dict[str, tuple[nn.Module, str]]:
         """Return PEFT's checkpoint name of each trained matrix, with the module and attribute that hold it."""
@@ -160,9 +166,40 @@ def resolve_targets(wanted: Sequence[str], linear: Sequence[str]) -> list[str]:
             names = ", ".join(sorted({path.rpartition(".")[2] for path in linear}))
             raise AdapterUnavailable(
                 f"--lora-target-modules {target}: this model has no such linear module; it has {names}, and the "
-                f"presets are {', '.join(PRESETS)}"
+                f"presets are {', '.join(PRESETS)}; experts that a layer keeps in one tensor take no adapter"
             )
     return sorted(endings)
+
+
+def describe_left_out(module: nn.Module, adapter: Adapter, options: AdapterOptions) -> list[str]:
+    """Return sentences about matrices that the options mean and that take no adapter, or are not packed into 4 bits.
+
+    Transformers keeps all experts of a layer in one parameter, which is no linear module.
+    """
+    linear = {id(part) for layer in _linear_modules(module).values() for part in layer.parameters()}
+    others: dict[str, int] = {}
+    for path, parameter in module.named_parameters():
+        if block_index(path) is not None and parameter.ndim > 1 and id(parameter) not in linear:
+            place = _BLOCK.sub("", path)
+            others[place] = others.get(place, 0) + parameter.numel()
+    wanted = options.target_modules
+    meant = [place for place in others if {"all-linear", "mlp", place.rpartition(".")[2]} & set(wanted)]
+    said = []
+    if meant:
+        said.append(
+            f"--lora-target-modules {' '.join(wanted)} adapts {', '.join(adapter.targets)}; {', '.join(sorted(meant))} "
+            "take no adapter and stay frozen; full weights train them (--weight-bridge-mode shared_vllm)"
+        )
+    if others and options.quantise is not None:
+        millions = sum(others.values()) / 1e6
+        said.append(
+            f"--load-in-4bit packs linear modules alone; {', '.join(sorted(others))} ({millions:.1f}M parameters) keep "
+            "the dtype of --dtype"
+        )
+    return said
+
+
+_BLOCK = re.compile(r"^.*?\.\d+\.")
 
 
 class _DropoutWithGradients(nn.Dropout):

@@ -156,6 +156,8 @@ class StochasticRounding(torch.optim.Optimizer):
         return {"inner": self._inner.state_dict(), "rounding_steps": self._steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if "inner" not in state_dict:
+            raise ValueError("it belongs to weights in fp32, and bf16 weights are stepped without such masters here")
         load_state(self._inner, state_dict["inner"])
         self._steps = state_dict["rounding_steps"]
 
@@ -293,6 +295,8 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a checkpoint's state; decay, betas and epsilon stay those of this run's options, as the rate does."""
+    if "inner" in state and not isinstance(optimizer, StochasticRounding):
+        raise ValueError("it belongs to bf16 weights without masters, and weights in fp32 are stepped here")
     given = [{name: group[name] for name in GIVEN_SETTINGS if name in group} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
     for group, settings in zip(optimizer.param_groups, given, strict=True):

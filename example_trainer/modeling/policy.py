@@ -26,7 +26,7 @@ from example_trainer.modeling.loading import (
     places_by_name,
     to_checkpoint_layout,
 )
-from example_trainer.modeling.lora import Adapter, inject
+from example_trainer.modeling.lora import Adapter, AdapterOptions, describe_left_out, inject
 from example_trainer.modeling.side_streams import HostGradients
 
 ResultT = TypeVar("ResultT")
@@ -311,6 +311,10 @@ class Policy:
     def adapter_config(self) -> dict[str, Any]:
         """Return the content of the adapter's `adapter_config.json`."""
         return self._required_adapter().config(self.tokenizer_name)
+
+    def describe_left_out(self, options: AdapterOptions) -> list[str]:
+        """Return sentences about matrices that an adapter's options mean and cannot reach."""
+        return describe_left_out(self.module, self._required_adapter(), options)
 
     def _required_adapter(self) -> Adapter:
         if self._adapter is None:

@@ -68,6 +68,8 @@ class LossInputs:
     """`[N, K]` logprobs of the teacher's tokens; -inf where there is none."""
     student_logprobs: Tensor | None = None
     """`[N, K]` logprobs of the same tokens under the policy in training, with gradient."""
+    teacher_temperatures: Tensor | None = None
+    """`[N]` temperatures at which the teacher is compared with the student."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +108,7 @@ class LossSettings:
     entropy_coef: float = 0.0
     distill: DistillForm = "none"
     distill_coef: float = 1.0
-    distill_temperature: float = 1.0
+    distill_temperature: float | None = None
 
     @property
     def weighs_sampler(self) -> bool:
@@ -128,13 +130,16 @@ def loss_terms(inputs: LossInputs, settings: LossSettings) -> dict[str, Tensor]:
     terms = {"policy": policy_losses(inputs, settings)}
     if settings.kl_coef and (divergence := reference_kl(inputs, settings)) is not None:
         if settings.kl_bias_correction:
-            divergence = divergence * surrogate_log_ratios(inputs, settings).exp()
+            ratios = surrogate_log_ratios(inputs, settings).exp()
+            # k1 has the divergence's gradient by itself, and would get it twice.
+            divergence = divergence * (ratios.detach() if settings.kl_estimator == "k1" else ratios)
         terms["kl"] = settings.kl_coef * divergence
     if settings.entropy_coef:
         terms["entropy"] = -settings.entropy_coef * inputs.entropies.float()
     if settings.distill == "forward_kl" and inputs.teacher_logprobs is not None:
         assert inputs.student_logprobs is not None, "the student's logprobs of the teacher's tokens are missing"
-        found = forward_kl(inputs.student_logprobs, inputs.teacher_logprobs, settings.distill_temperature)
+        assert inputs.teacher_temperatures is not None
+        found = forward_kl(inputs.student_logprobs, inputs.teacher_logprobs, inputs.teacher_temperatures)
         terms["distill"] = settings.distill_coef * found
     return terms
 

@@ -160,10 +160,19 @@ class Objective:
         if self.settings.distill == "reverse_kl" and targets.teacher_ids is not None:
             assert targets.teacher_logprobs is not None
             credit = teacher_credits(
-                targets.teacher_ids, targets.teacher_logprobs, targets.labels, targets.rollout_logprobs
+                targets.teacher_ids,
+                targets.teacher_logprobs,
+                targets.labels,
+                targets.rollout_logprobs,
+                self._teacher_temperatures(targets.temperatures),
             )
             targets = replace(targets, advantages=targets.advantages + self.settings.distill_coef * credit)
         return targets
+
+    def _teacher_temperatures(self, sampled_at: Tensor) -> Tensor:
+        """Return `[N]` temperatures of the teacher's probabilities: those of the rollouts, unless one is set."""
+        fixed = self.settings.distill_temperature
+        return sampled_at if fixed is None else torch.full_like(sampled_at, fixed)
 
     def _trusted(self, rows: Sequence[Row], targets: Targets, score: Score, gather: Gather) -> Tensor:
         """Return a mask of the tokens that stay, by the second moment over the batch's tokens of all ranks."""
@@ -206,6 +215,7 @@ class Objective:
             ages=_at(targets.ages, at),
             teacher_logprobs=None if student is None else _at(targets.teacher_logprobs, at),
             student_logprobs=student,
+            teacher_temperatures=None if student is None else self._teacher_temperatures(targets.temperatures[at]),
         )
         return loss_terms(inputs, self.settings)
 

@@ -9,7 +9,8 @@ Ziegler et al. (2019, section 2.2).
 For on-policy distillation a group may hold, at each position, some token ids and the teacher's logprobs of them, -inf
 where missing. `forward_kl` pulls the student's distribution towards the teacher's over those ids (Hinton et al. 2015,
 on student samples as in Agarwal et al. 2024); `reverse_kl` adds log pi_teacher - log pi_rollout to each sampled token's
-advantage, which is the policy gradient of the reverse divergence.
+advantage, which is the policy gradient of the reverse divergence. Servers give the teacher's logprobs at temperature 1,
+the student's are those at which it sampled: the teacher's are tempered too, as GKD does with both distributions.
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ KlEstimator = Literal["k1", "k3"]
 
 MAX_RELATIVE_ERROR = 0.2
 LARGEST_FACTOR = 100.0
+LEAST_LEFT = 1e-8
+"""Least probability that is left for the tokens that a teacher does not name: fp32 sums are off by more."""
 
 
 def kl_estimates(logprobs: Tensor, reference_logprobs: Tensor, estimator: KlEstimator, clamp: float) -> Tensor:
@@ -139,26 +142,48 @@ class KlController:
 DistillForm = Literal["none", "forward_kl", "reverse_kl"]
 
 
-def forward_kl(student_logprobs: Tensor, teacher_logprobs: Tensor, temperature: float) -> Tensor:
+def forward_kl(student_logprobs: Tensor, teacher_logprobs: Tensor, temperatures: Tensor) -> Tensor:
     """Return the `[N]` forward KL divergence of the student from the teacher over the teacher's `[N, K]` tokens.
 
-    The teacher's probabilities are renormalised over its K tokens at `temperature`; the student's are over its whole
-    vocabulary, so probability on other tokens raises the divergence. Rows without any entry give 0.
+    The teacher's probabilities are renormalised over its K tokens at `temperatures` `[N]`; the student's are over its
+    whole vocabulary, so probability on other tokens raises the divergence. Rows without any entry give 0.
     """
     known = teacher_logprobs.isfinite()
     lowest = torch.finfo(torch.float32).min
-    scaled = (teacher_logprobs.float() / temperature).masked_fill(~known, lowest)
+    scaled = (teacher_logprobs.float() / temperatures[:, None]).masked_fill(~known, lowest)
     logs = scaled.log_softmax(-1)
     weights = logs.exp() * known
     terms = weights * (logs - student_logprobs.float()).masked_fill(~known, 0.0)
     return terms.sum(-1)
 
 
-def teacher_credits(teacher_ids: Tensor, teacher_logprobs: Tensor, labels: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """Return `[N]` log pi_teacher - log pi_rollout of each sampled token; 0 if the teacher does not name it."""
-    named = (teacher_ids == labels[:, None]) & teacher_logprobs.isfinite()
-    found = teacher_logprobs.float().masked_fill(~named, 0.0).sum(-1) / named.sum(-1).clamp(min=1)
-    return torch.where(named.any(-1), found - rollout_logprobs.float(), 0.0)
+def teacher_credits(
+    teacher_ids: Tensor, teacher_logprobs: Tensor, labels: Tensor, rollout_logprobs: Tensor, temperatures: Tensor
+) -> Tensor:
+    """Return `[N]` log pi_teacher - log pi_rollout of each sampled token, the teacher's at `temperatures` `[N]`.
+
+    A token that the teacher does not name among its most likely ones gets the most that it can have there: the least of
+    theirs, or what they leave. Rows without any entry give 0.
+    """
+    known = teacher_logprobs.isfinite()
+    logs = teacher_logprobs.float()
+    left = (1.0 - logs.exp().sum(-1)).clamp(min=LEAST_LEFT).log()
+    named = (teacher_ids == labels[:, None]) & known
+    least = torch.minimum(logs.masked_fill(~known, torch.inf).amin(-1), left)
+    own = torch.where(named.any(-1), logs.masked_fill(~named, -torch.inf).amax(-1), least)
+    own = own / temperatures - _log_normalisers(logs, left, temperatures)
+    return torch.where(known.any(-1), own - rollout_logprobs.float(), 0.0)
+
+
+def _log_normalisers(logs: Tensor, left: Tensor, temperatures: Tensor) -> Tensor:
+    """Return `[N]` logs of the sums of the teacher's tempered probabilities; the tokens not named count as one.
+
+    A sum that is off is a constant of the position, a baseline: it adds variance to the gradient and no bias. The
+    sampled token alone says nothing about it, and then it is 0.
+    """
+    sums = torch.logaddexp((logs / temperatures[:, None]).logsumexp(-1), left / temperatures)
+    known = (logs.isfinite().sum(-1) > 1) & (temperatures != 1.0)
+    return torch.where(known, sums, 0.0)
 
 
 def staleness_weights(ages: Tensor, mask_above: int | None, decay: float) -> Tensor:

@@ -64,14 +64,9 @@ class LoadingOptions(BaseModel):
     debug_loading: bool = Field(False, description="Log each tensor while the model is loaded.")
 
 
-class ModelOptions(LoadingOptions):
-    """The weights that the forward reads, and the check of the GPU's memory."""
+class FitOptions(BaseModel):
+    """The check of the GPU's memory."""
 
-    forward_weights: Literal["auto", "views", "masters"] = Field(
-        "auto",
-        description="Weights that the forward reads in shared_vllm mode: the served tensors (views) or the "
-        "fp32 masters. auto: masters when publishes overlap or a batch has several steps.",
-    )
     fit: Literal["check", "auto", "off"] = Field(
         "check",
         description="Before anything is loaded: check refuses a run that does not fit the GPU and names flags that do, "
@@ -79,6 +74,16 @@ class ModelOptions(LoadingOptions):
     )
     gpu_memory_gb: float | None = Field(
         None, gt=0.0, description="GPU memory in GB (10^9 bytes) that --fit counts with; unset: the GPU's own."
+    )
+
+
+class ModelOptions(FitOptions, LoadingOptions):
+    """The model and the weights that the forward reads."""
+
+    forward_weights: Literal["auto", "views", "masters"] = Field(
+        "auto",
+        description="Weights that the forward reads in shared_vllm mode: the served tensors (views) or the "
+        "fp32 masters. auto: masters when publishes overlap or a batch has several steps.",
     )
 
 

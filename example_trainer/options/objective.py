@@ -196,7 +196,11 @@ class ObjectiveOptions(BaseModel):
         "teacher's, or credit each sampled token with log teacher - log sampler.",
     )
     distill_coef: float = Field(1.0, gt=0.0, description="Weight of the term that --distill adds.")
-    distill_temperature: float = Field(1.0, gt=0.0, description="Temperature of the teacher's probabilities.")
+    distill_temperature: float | None = Field(
+        None,
+        gt=0.0,
+        description="Temperature of the teacher's probabilities; unset: that at which each rollout was sampled.",
+    )
     loss_aggregation: Literal["token", "sequence", "constant"] = Field(
         "token",
         description="Average over all trained tokens of the step, over sequences of token means, "

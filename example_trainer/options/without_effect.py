@@ -152,7 +152,7 @@ def _objective_rules(config: TrainingOptions) -> Iterator[_Rule]:
     use = "add --mask-overlong or --overlong-penalty, or --loss-aggregation constant"
     yield _Rule("max_response_tokens", uses_limit, use)
     yield _Rule("distill_coef", config.distill != "none", "add --distill")
-    yield _Rule("distill_temperature", config.distill == "forward_kl", "add --distill forward_kl")
+    yield _Rule("distill_temperature", config.distill != "none", "add --distill")
 
 
 def _rule_for_all(fields: Iterable[str], counts: bool, reason: str) -> Iterator[_Rule]:

@@ -6,6 +6,7 @@ Heavy modules are imported only after the arguments have been checked, so that h
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ from example_trainer.config import settings_from
 from example_trainer.launcher.base_model import require_model
 from example_trainer.launcher.run_dir import provenance, write_json
 from example_trainer.launcher.run_lock import locked
+from example_trainer.memory.preflight import preflight
 from example_trainer.sft.config import SftConfig
 from example_trainer.sft.output import CONFIG_FILE, claim_folder, refuse_used_folder, settle_folder
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from example_trainer.distributed.ranks import Ranks
     from example_trainer.sft.data import Sample
     from example_trainer.sft.fine_tuning import FineTuningData
+
+logger = logging.getLogger(__name__)
 
 PROG = "atropos-sft"
 
@@ -58,14 +62,18 @@ def run(argv: list[str]) -> int:
     command = load_config(SftCommand, argv, prog=PROG, description=DESCRIPTION, defaults=settings_from(os.environ))
     config = SftConfig(**command.model_dump(exclude={"dry_run"}, exclude_unset=True))
     directory = settle_folder(config)
+    training = config.training_config(directory, config.training_steps or 1)
+    choice = preflight(training, starts_server=False, program=PROG)
+    config = config.model_copy(update=dict(choice.changes))
     if command.dry_run:
-        config.training_config(directory, config.training_steps or 1)
         sys.stdout.write(json.dumps(public_settings(config), indent=2) + "\n")
         return 0
     require_model(config.model_name)
     if not config.overwrite and config.resume is None:
         refuse_used_folder(directory)
     setup_logging("sft" if config.world_size == 1 else f"sft {config.trainer_rank}", form=config.log_format)
+    if choice.sentence:
+        logger.info("%s", choice.sentence)
     from example_trainer.distributed.ranks import joined_ranks
 
     with joined_ranks(

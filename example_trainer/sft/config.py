@@ -17,7 +17,7 @@ from atropos_api.common.observability import LogForm
 from atropos_api.common.option_flags import aliases, flag
 from example_trainer.config import TrainingConfig
 from example_trainer.options.conflicts import ADAPTER_SETTINGS
-from example_trainer.options.model import LoadingOptions, LoraOptions, MicroBatchOptions, OptimizerOptions
+from example_trainer.options.model import FitOptions, LoadingOptions, LoraOptions, MicroBatchOptions, OptimizerOptions
 from example_trainer.options.training_options import LARGEST_SEED, LoggingOptions, ProcessOptions
 
 ROW_MULTIPLE_WITHOUT_PACKING = 8
@@ -128,7 +128,9 @@ class OutputOptions(ProcessOptions):
     log_format: LogForm = "text"
 
 
-class SftConfig(LoggingOptions, OutputOptions, OptimizerOptions, StepOptions, LoraOptions, DataOptions, LoadingOptions):
+class SftConfig(
+    LoggingOptions, OutputOptions, OptimizerOptions, StepOptions, LoraOptions, DataOptions, FitOptions, LoadingOptions
+):
     """All settings of supervised fine-tuning, flat, validated together."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
@@ -160,7 +162,6 @@ class SftConfig(LoggingOptions, OutputOptions, OptimizerOptions, StepOptions, Lo
             "weight_bridge_mode": "lora_restart" if self.use_lora else "none",
             "loss_type": "no_baseline",
             "loss_aggregation": "token",
-            "fit": "off",
         }
         return validate(TrainingConfig, shared | own)
 

@@ -233,6 +233,7 @@ class FineTuning:
             seed=self._config.seed,
             loss_scale=None if learner.loss_scale is None else learner.loss_scale.state(),
             config=self._record,
+            base=self._train_step.progress.base,
             method="sft",
         )
         save_from_all_ranks(self.training, learner, state, random_state(), learner.objective.state())

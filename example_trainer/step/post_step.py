@@ -230,6 +230,7 @@ class PostStep:
             health=progress.health,
             loss_scale=None if self._learner.loss_scale is None else self._learner.loss_scale.state(),
             config=public_settings(config),
+            base=progress.base,
         )
 
     def _save(self, state: TrainerState, random: RandomState, objective: ObjectiveState) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atropos_api.wire import Batch
-from example_trainer.checkpointing import restore
+from example_trainer.checkpointing import refuse_other_base, restore
 from example_trainer.data import data_settings, prepare_batch
 from example_trainer.distributed.ranks import Ranks
 from example_trainer.group_sequences import find_places, leave_out_absent
+from example_trainer.modeling.base_fingerprint import base_fingerprint
 from example_trainer.modeling.kernels import install_kernels
 from example_trainer.modeling.layout_choice import choose_layout
 from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
@@ -57,6 +58,7 @@ class TrainStep:
     def resume(self, checkpoint: Path, state: TrainerState) -> None:
         """Load weights, optimizer, objective and counts from a checkpoint."""
         learner = self.learner
+        refuse_other_base(state, self.config, self.progress.base)
         objective = restore(checkpoint, learner.policy, learner.optimizer, rank=learner.ranks.rank)
         if objective is not None:
             learner.objective.load_state(objective)
@@ -128,4 +130,5 @@ def make_train_step(config: TrainingConfig, policy: Policy, ranks: Ranks | None 
     alignment = Alignment(
         learner, keep=config.keep_versions, sample_sequences=config.alignment_sample_sequences, seed=config.seed
     )
-    return TrainStep(config=config, progress=Progress(), learner=learner, alignment=alignment)
+    progress = Progress(base=base_fingerprint(config.model_name))
+    return TrainStep(config=config, progress=progress, learner=learner, alignment=alignment)

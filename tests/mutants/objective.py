@@ -268,8 +268,8 @@ OBJECTIVE: tuple[Mutant, ...] = (
     Mutant(
         "credit for what the teacher likes less",
         _DISTILLATION,
-        "torch.where(named.any(-1), found - rollout_logprobs.float(), 0.0)",
-        "torch.where(named.any(-1), rollout_logprobs.float() - found, 0.0)",
+        "torch.where(known.any(-1), own - rollout_logprobs.float(), 0.0)",
+        "torch.where(known.any(-1), rollout_logprobs.float() - own, 0.0)",
         "unit/objective/test_loss_terms.py::test_credits_are_what_the_teacher_thinks_of_the_sampled_token_more_than_its_sampler",
     ),
 )

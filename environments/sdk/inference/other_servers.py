@@ -61,10 +61,11 @@ class SglangServer(HttpServer):
         parameters = {"max_new_tokens": 1, "temperature": 0.0}
         (output,) = await self._ask(prompt_tokens, parameters, more, split, failover)
         info = output.meta_info
+        own = info.input_token_logprobs or []
         if top_k > 0:
             positions = [position or [] for position in info.input_top_logprobs or []]
         else:
-            positions = [[triple] for triple in info.input_token_logprobs or []]
+            positions = [[triple] for triple in own]
         if len(positions) != len(prompt_tokens):
             raise InferenceRefused(f"{self._url} returned no logprobs of the prompt's {len(prompt_tokens)} tokens")
         known = [[(token, value) for value, token, _ in position if value is not None] for position in positions]
@@ -72,6 +73,7 @@ class SglangServer(HttpServer):
             prompt_tokens,
             [[token for token, _ in position] for position in known],
             [[value for _, value in position] for position in known],
+            [value for value, _, _ in own] if len(own) == len(prompt_tokens) else [None] * len(prompt_tokens),
         )
 
     @property

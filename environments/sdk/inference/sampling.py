@@ -167,13 +167,16 @@ class PromptLogprobs:
     token_ids: list[list[int]]
     """At each position the most likely tokens, best first; the given token alone if none were requested."""
     logprobs: list[list[float]]
+    given: list[float | None]
+    """The logprob of the given token at each position; None if the server does not tell it."""
 
     def as_mapping(self) -> dict[str, Any]:
-        """Return the logprobs by the original Atropos' names."""
+        """Return the logprobs by the original Atropos' names, and the given tokens' own as `prompt_logprobs`."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "prompt_topk_token_ids": self.token_ids,
             "prompt_topk_logprobs": self.logprobs,
+            "prompt_logprobs": self.given,
         }
 
 

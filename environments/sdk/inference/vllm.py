@@ -231,7 +231,7 @@ def top_of_prompt(prompt_tokens: list[int], positions: list[Any], top_k: int, ur
         raise InferenceRefused(
             f"{url} returned logprobs of {len(positions)} positions for a prompt of {len(prompt_tokens)} tokens"
         )
-    ids, logprobs = [], []
+    ids, logprobs, given = [], [], []
     for own, entry in zip(prompt_tokens, positions, strict=True):
         known = _entries(entry)
         if top_k > 0:
@@ -240,7 +240,8 @@ def top_of_prompt(prompt_tokens: list[int], positions: list[Any], top_k: int, ur
             best = [(own, known[own])] if own in known else []
         ids.append([token for token, _ in best])
         logprobs.append([value for _, value in best])
-    return PromptLogprobs(prompt_tokens, ids, logprobs)
+        given.append(known.get(own))
+    return PromptLogprobs(prompt_tokens, ids, logprobs, given)
 
 
 def _entries(entry: Any) -> dict[int, float]:

@@ -162,6 +162,26 @@ async def test_a_teachers_logprobs_stand_beside_every_token(tokenizer_folder, tm
         assert len(values) == len(tokens)
 
 
+async def test_a_teacher_tells_the_sampled_token_also_where_it_is_none_of_its_most_likely(
+    tokenizer_folder, tmp_path, monkeypatch
+):
+    config = DistillEnvConfig(tokenizer_name=str(tokenizer_folder), teacher_top_k=2, teacher_enabled=True)
+    env = DistillEnv(config, SERVER, teacher_server_configs=TEACHER)
+
+    async def get_logprobs(*, input_ids, top_k, split):
+        return {
+            "prompt_tokens": input_ids,
+            "prompt_topk_token_ids": [[], [3, 4], [3, 4]],
+            "prompt_topk_logprobs": [[], [-0.5, -1.5], [-0.5, -1.5]],
+            "prompt_logprobs": [None, -9.0, -1.5],
+        }
+
+    monkeypatch.setattr(env.teacher_server, "get_logprobs", get_logprobs)
+    sent = await env._with_teacher_logprobs({"tokens": [[7, 8, 4]]})
+    assert sent["distill_token_ids"] == [[[], [3, 4, 8], [3, 4]]]
+    assert sent["distill_logprobs"] == [[[], [-0.5, -1.5, -9.0], [-0.5, -1.5]]]
+
+
 def test_the_teacher_is_named_on_the_command_line():
     command = read_command(DistillEnv, "serve", ["--teacher.base_url", "http://teacher/v1"])
     assert command.teachers[0].base_url == "http://teacher/v1"

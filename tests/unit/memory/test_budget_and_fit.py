@@ -336,3 +336,13 @@ def test_a_directory_is_read_and_a_name_that_is_nowhere_is_reported(tmp_path: Pa
     with pytest.raises(ModelNotFound, match="does not describe a decoder"):
         find_shape(str(tmp_path))
     assert local_shape(str(tmp_path)) is None
+
+
+def test_experts_are_not_counted_as_packed_into_4_bits() -> None:
+    """Transformers keeps them in one tensor a layer, and bitsandbytes packs linear modules."""
+    dense = REFERENCE_SHAPES["8B"]
+    sparse = replace(dense, experts=8, active_experts=2)
+    config = config_of(weight_bridge_mode="lora_restart", load_in_4bit=True)
+    experts = 2 * sparse.layers * 8 * 3 * sparse.hidden * sparse.intermediate
+    assert budget(sparse, config, server_bytes=0.0).weights > experts
+    assert budget(dense, config, server_bytes=0.0).weights < dense.parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import peft
@@ -214,3 +215,41 @@ def test_p21_training_an_adapter_leaves_its_base_bit_for_bit(tiny_family):
             logits_of(policy)
     assert any(bool(master.detach().abs().sum() > 0) for name, master in policy.masters.items() if "lora_B" in name)
     assert all(torch.equal(parameter, before[name]) for name, parameter in frozen.items())
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "left_out"),
+    [
+        ("mixtral", ("all-linear",), "mlp.experts.down_proj, mlp.experts.gate_up_proj, mlp.gate.weight"),
+        ("mixtral", ("attention",), None),
+        ("qwen2", ("all-linear",), None),
+    ],
+)
+def test_the_log_names_what_the_targets_mean_and_an_adapter_cannot_be_put_on(
+    tiny_family: Callable[[str], Path],
+    caplog: pytest.LogCaptureFixture,
+    family: str,
+    targets: tuple[str, ...],
+    left_out: str | None,
+) -> None:
+    load(tiny_family(family), target_modules=targets)
+    said = [record.message for record in caplog.records if "stay frozen" in record.message]
+    assert len(said) == (left_out is not None)
+    if left_out is not None:
+        assert f"all-linear adapts k_proj, o_proj, q_proj, v_proj; {left_out} take no adapter" in said[0]
+
+
+def test_the_log_names_what_a_base_in_4_bits_does_not_pack(
+    tiny_family: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    for family in ("qwen2", "mixtral"):
+        load(tiny_family(family), dtype="bfloat16", quantise="nf4")
+    said = [record.message for record in caplog.records if "--load-in-4bit packs" in record.message]
+    assert len(said) == 1
+    assert "mlp.experts.down_proj, mlp.experts.gate_up_proj" in said[0]
+
+
+def test_fused_experts_are_refused_as_a_target(tiny_family: Callable[[str], Path]) -> None:
+    with pytest.raises(AdapterUnavailable, match=r"gate_up_proj: this model has no such .* take no adapter"):
+        load(tiny_family("mixtral"), target_modules=("gate_up_proj",))

@@ -49,11 +49,15 @@ def test_the_divergence_is_added_with_its_coefficient_and_pulls_towards_the_refe
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_with_the_bias_correction_it_is_the_divergence_over_another_policy_s_samples_too(estimator: str) -> None:
     torch.manual_seed(0)
-    policy, reference, sampler = (torch.randn(6).log_softmax(0) for _ in range(3))
+    logits, reference, sampler = torch.randn(6, requires_grad=True), *(torch.randn(6).log_softmax(0) for _ in range(2))
+    policy = logits.log_softmax(0)
     settings = LossSettings(kl_coef=1.0, kl_estimator=estimator, kl_bias_correction=True)  # type: ignore[arg-type]
     values = inputs(policy, reference_logprobs=reference, rollout_logprobs=sampler)
     found = (sampler.exp() * loss_terms(values, settings)["kl"]).sum()
-    torch.testing.assert_close(found, (policy.exp() * (policy - reference)).sum())
+    exact = (policy.exp() * (policy - reference)).sum()
+    torch.testing.assert_close(found, exact)
+    gradients = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (found, exact)]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -128,16 +132,18 @@ def test_the_teachers_distribution_is_renormalised_over_its_tokens_at_its_temper
     student = torch.tensor([[0.5, 0.25, 0.1]]).log()
     exact = torch.tensor([0.75, 0.25])
     expected = (exact * (exact.log() - student[0, :2])).sum()
-    torch.testing.assert_close(forward_kl(student, teacher, 1.0), expected[None])
+    torch.testing.assert_close(forward_kl(student, teacher, torch.ones(1)), expected[None])
     hot = torch.tensor([0.6, 0.2]).sqrt()
     hot = hot / hot.sum()
-    torch.testing.assert_close(forward_kl(student, teacher, 2.0), (hot * (hot.log() - student[0, :2])).sum()[None])
+    torch.testing.assert_close(
+        forward_kl(student, teacher, torch.full((1,), 2.0)), (hot * (hot.log() - student[0, :2])).sum()[None]
+    )
 
 
 def test_a_student_that_agrees_with_the_whole_teacher_has_no_distillation_loss() -> None:
     teacher = torch.tensor([[0.6, 0.4]]).log()
     student = teacher.clone().requires_grad_()
-    found = forward_kl(student, teacher, 1.0)
+    found = forward_kl(student, teacher, torch.ones(1))
     assert found.item() == pytest.approx(0.0, abs=1e-6)
     found.sum().backward()
     assert student.grad is not None
@@ -146,7 +152,7 @@ def test_a_student_that_agrees_with_the_whole_teacher_has_no_distillation_loss()
 
 def test_a_position_without_teacher_neither_adds_nor_breaks() -> None:
     student = torch.tensor([[-1.0, -2.0]], requires_grad=True)
-    found = forward_kl(student, torch.full((1, 2), -float("inf")), 1.0)
+    found = forward_kl(student, torch.full((1, 2), -float("inf")), torch.ones(1))
     found.sum().backward()
     assert found.tolist() == [0.0]
     assert student.grad is not None
@@ -154,10 +160,42 @@ def test_a_position_without_teacher_neither_adds_nor_breaks() -> None:
 
 
 def test_credits_are_what_the_teacher_thinks_of_the_sampled_token_more_than_its_sampler() -> None:
-    ids = torch.tensor([[4, 5], [4, 5], [0, 0]])
-    teacher = torch.tensor([[-0.5, -1.5], [-0.5, -1.5], [-float("inf"), -float("inf")]])
-    found = teacher_credits(ids, teacher, torch.tensor([5, 7, 0]), torch.tensor([-2.0, -2.0, -2.0]))
-    assert found.tolist() == [0.5, 0.0, 0.0]
+    ids = torch.tensor([[4, 5], [0, 0]])
+    teacher = torch.tensor([[-0.5, -1.5], [-float("inf"), -float("inf")]])
+    found = teacher_credits(ids, teacher, torch.tensor([5, 0]), torch.tensor([-2.0, -2.0]), torch.ones(2))
+    assert found.tolist() == [0.5, 0.0]
+
+
+def test_a_token_outside_the_teachers_most_likely_ones_is_credited_with_the_most_it_can_have_there() -> None:
+    """Without that, the tokens that the teacher finds least likely would be the only ones that nothing moves."""
+    ids, labels = torch.tensor([[4, 5], [4, 5]]), torch.tensor([7, 7])
+    teacher = torch.tensor([[0.9, 0.08], [0.5, 0.01]]).log()
+    found = teacher_credits(ids, teacher, labels, torch.full((2,), -2.0), torch.ones(2))
+    torch.testing.assert_close(found, torch.tensor([0.02, 0.01]).log() + 2.0)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_a_student_that_agrees_with_its_teacher_gets_no_credit_at_any_sampling_temperature(temperature: float) -> None:
+    logits = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
+    sampled, at = (logits / temperature).log_softmax(-1), torch.full((5,), temperature)
+    ids, labels = torch.arange(9).expand(5, 9), torch.arange(5)
+    rollout = sampled[torch.arange(5), labels]
+    found = teacher_credits(ids, logits.log_softmax(-1), labels, rollout, at)
+    torch.testing.assert_close(found, torch.zeros(5), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("names_all", [False, True])
+def test_credits_give_the_gradient_of_the_reverse_divergence_at_the_sampling_temperature(names_all: bool) -> None:
+    """Even if the teacher gives nothing but the sampled token's logprob: what is missing is a mere baseline."""
+    temperature, generator = 0.7, torch.Generator().manual_seed(1)
+    logits = torch.randn(9, generator=generator).requires_grad_()
+    teacher, labels = torch.randn(9, generator=generator).log_softmax(-1), torch.arange(9)
+    student, tempered = (values.div(temperature).log_softmax(-1) for values in (logits, teacher))
+    (wanted,) = torch.autograd.grad((student.exp() * (student - tempered)).sum(), logits, retain_graph=True)
+    ids = labels.expand(9, 9) if names_all else labels[:, None]
+    credit = teacher_credits(ids, teacher[ids], labels, student.detach(), torch.full((9,), temperature))
+    (found,) = torch.autograd.grad(-(student.exp().detach() * credit * student).sum(), logits)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
 
 
 OWN = """

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from atropos_api.common.errors import AtroposError
+from example_trainer.errors import DoesNotFit
 from example_trainer.launcher.run_lock import locked
+from example_trainer.sft.cli import run
 from example_trainer.testing import make_tiny_model
 from example_trainer.tiny.model import PADDED_VOCABULARY_SIZE
 from example_trainer.tiny.tokenizer import make_tokenizer
@@ -84,6 +87,21 @@ def test_a_run_that_goes_on_is_not_deleted_by_another_one(sft: Sft) -> None:
     assert (folder / "checkpoint-1").is_dir()
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        ((), ("--use-lora",), "has full weights, and this run trains an adapter; resume without --use-lora"),
+        (("--use-lora",), (), "has an adapter, and this run trains full weights; resume with --use-lora"),
+    ],
+)
+def test_an_adapter_is_not_resumed_as_full_weights_nor_the_reverse(
+    sft: Sft, first: tuple[str, ...], then: tuple[str, ...], message: str
+) -> None:
+    sft("--training-steps", "1", *first)
+    with pytest.raises(AtroposError, match=message):
+        sft("--training-steps", "2", "--resume", "auto", *then)
+
+
 def test_a_checkpoint_of_other_data_or_of_grpo_is_not_resumed(sft: Sft) -> None:
     folder = sft("--training-steps", "1")
     with pytest.raises(AtroposError, match="written with rows 20, this run has 19"):
@@ -94,3 +112,37 @@ def test_a_checkpoint_of_other_data_or_of_grpo_is_not_resumed(sft: Sft) -> None:
     state.write_text(state.read_text().replace('"method": "sft"', '"method": "grpo"'))
     with pytest.raises(AtroposError, match="was written by atropos-grpo"):
         sft("--training-steps", "2", "--resume", "auto")
+
+
+LARGE = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--gpu-memory-gb 20 --master-weights none", "no flag makes this training fit, but .*--use-lora.* fits"),
+        ("--gpu-memory-gb 80 --optimizer adamw", "--optimizer adamw_8bit --gradient-checkpointing fits .*--fit auto"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_read(tmp_path: Path, flags: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LARGE))
+    argv = ["--model-name", str(tmp_path), "--dataset", "none.jsonl", "--save-path", str(tmp_path / "out")]
+    with pytest.raises(DoesNotFit, match=message) as refused:
+        run([*argv, *flags.split()])
+    assert "vLLM" not in str(refused.value)
+    assert "--weight-bridge-mode" not in str(refused.value)
+
+
+def test_fit_auto_chooses_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LARGE))
+    argv = ["--model-name", str(tmp_path), "--dataset", "none.jsonl", "--save-path", str(tmp_path / "out")]
+    assert run([*argv, "--gpu-memory-gb", "80", "--optimizer", "adamw", "--fit", "auto", "--dry-run"]) == 0
+    chosen = json.loads(capsys.readouterr().out)
+    assert (chosen["optimizer"], chosen["master_weights"]) != ("adamw", "fp32")

@@ -22,7 +22,6 @@ from example_trainer.checkpointing import (
     list_checkpoints,
     note_begun,
     read_state,
-    refuse_changed_settings,
     remembered,
     restore,
     save_checkpoint,
@@ -33,9 +32,7 @@ from example_trainer.model import load_policy
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.lora import AdapterOptions
 from example_trainer.modeling.policy import Policy
-from example_trainer.options.modes import BridgeMode
 from example_trainer.state import TrainerState, random_state
-from example_trainer.testing import make_tiny_model
 from example_trainer.weights.served_model import write_served_checkpoint
 
 
@@ -257,40 +254,6 @@ def test_a_checkpoint_older_than_a_field_of_its_state_is_read(policy: Policy, tm
     del saved["loss_scale"]
     (path / "trainer_state.json").write_text(json.dumps(saved))
     assert read_state(path).loss_scale is None
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "words"),
-    [("optimizer", "adafactor", "--optimizer adamw, this run has adafactor"), ("lora_alpha", 64, "--lora-alpha 32")],
-)
-def test_settings_that_the_state_hangs_on_may_not_change_over_a_resume(setting: str, value: object, words: str) -> None:
-    before = TrainingConfig(model_name="m", optimizer="adamw", weight_bridge_mode="lora_restart")
-    state = replace(make_state(3), config=before.model_dump(mode="json"))
-    refuse_changed_settings(state, before.model_copy(update={"lr": 1.0}))
-    with pytest.raises(CheckpointError, match=words):
-        refuse_changed_settings(state, before.model_copy(update={setting: value}))
-
-
-@pytest.mark.parametrize(
-    ("written", "resumed"), [("none", "lora_only"), ("lora_restart", "shared_vllm"), ("shared_vllm", "lora_restart")]
-)
-def test_full_weights_are_not_resumed_as_an_adapter_nor_the_reverse(written: BridgeMode, resumed: BridgeMode) -> None:
-    before = TrainingConfig(model_name="m", weight_bridge_mode=written)
-    state = replace(make_state(3), config=before.model_dump(mode="json"))
-    with pytest.raises(CheckpointError, match=f"resume with --weight-bridge-mode {written}"):
-        refuse_changed_settings(state, TrainingConfig(model_name="m", weight_bridge_mode=resumed))
-    same_kind: dict[str, BridgeMode] = {"none": "shared_vllm", "shared_vllm": "none", "lora_restart": "lora_only"}
-    refuse_changed_settings(state, TrainingConfig(model_name="m", weight_bridge_mode=same_kind[written]))
-
-
-def test_a_model_of_other_sizes_is_reported_before_it_is_loaded(tmp_path: Path) -> None:
-    model, moved = make_tiny_model(tmp_path / "model"), make_tiny_model(tmp_path / "moved", seed=1)
-    state = replace(make_state(3), config=TrainingConfig(model_name=str(model)).model_dump(mode="json"))
-    refuse_changed_settings(state, TrainingConfig(model_name=str(moved)))
-    content = json.loads((moved / "config.json").read_text())
-    (moved / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 7}))
-    with pytest.raises(CheckpointError, match=f"resume with --model-name {model}"):
-        refuse_changed_settings(state, TrainingConfig(model_name=str(moved)))
 
 
 def test_a_card_says_what_the_weights_are_and_how_they_were_trained(policy: Policy, tmp_path: Path) -> None:

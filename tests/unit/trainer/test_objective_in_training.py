@@ -317,6 +317,22 @@ def test_a_teachers_opinion_of_sampled_tokens_is_added_to_their_advantages(tiny_
     torch.testing.assert_close(prepared.advantages, 0.5 * (-1.0 - batch.targets.rollout_logprobs))
 
 
+@pytest.mark.parametrize("form", ["forward_kl", "reverse_kl"])
+def test_a_teacher_is_compared_at_the_temperature_of_the_rollouts_unless_another_is_set(
+    tiny_model: Path, form: str
+) -> None:
+    raw = with_teacher(sample(tiny_model), 5)
+    for group in raw.groups:
+        group.generation_params = {"temperature": 0.5}
+    found = []
+    for more in ({}, {"distill_temperature": 0.5}, {"distill_temperature": 1.0}):
+        settings = {"distill": form, "max_grad_norm": 0.0, **more}
+        learner, batch = make_learner(tiny_model, **settings), prepare(tiny_model, raw, **settings)
+        found.append(gradients(learner, batch))
+    assert_close(found[0], found[1], 1e-9)
+    assert any(not torch.allclose(found[0][name], found[2][name]) for name in found[0])
+
+
 def test_the_entropy_bonus_raises_the_entropy(tiny_model: Path, recorded: Batch) -> None:
     batch = prepare(tiny_model, recorded)
     plain, curious = (make_learner(tiny_model, lr=3e-3, entropy_coef=coefficient) for coefficient in (0.0, 1.0))

@@ -175,6 +175,8 @@ async def test_the_logprobs_of_a_prompt_come_in_one_form(tokenizer, kind, top_k)
     assert found["prompt_tokens"] == [50, 51, 52]
     assert [row for row in found["prompt_topk_token_ids"] if row] == [row for row in ids if row]
     assert [len(row) for row in found["prompt_topk_logprobs"]] == [len(row) for row in found["prompt_topk_token_ids"]]
+    assert len(found["prompt_logprobs"]) == 3
+    assert all(value is not None for value in found["prompt_logprobs"][1:])
     if top_k:
         assert found["prompt_topk_logprobs"][1] == pytest.approx([-0.1, -0.2, -0.3])
 

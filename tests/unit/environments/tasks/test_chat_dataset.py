@@ -227,3 +227,43 @@ def test_a_line_that_python_cannot_read_is_named(tmp_path, line):
     path.write_text(line)
     with pytest.raises(DataUnusable, match=r"d\.jsonl:1: not a JSON object"):
         chat_dataset.load_rows(path, "train")
+
+
+TOOLS = (
+    "{% for tool in tools or [] %}{{ '[' + tool['name'] + ']' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '(' + call['function']['name'] + ')' }}{% endfor %}"
+    "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+CALLS = [
+    {"role": "user", "content": "u"},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]},
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "a"},
+]
+
+
+@pytest.mark.parametrize("tools", [[{"name": "add"}], '[{"name": "add"}]'])
+def test_a_chat_that_calls_tools_is_learned_with_its_calls_and_shows_its_tools(with_template, tools):
+    tokenizer = with_template(TOOLS)
+    sample = ChatDataset([{"messages": CALLS, "tools": tools}], tokenizer)[0]
+    assert tokenizer.decode(sample["token_ids"]).startswith("[add]<|user|>u<|end|>")
+    assert learned(tokenizer, sample) == "(add)<|end|>|a<|end|>"
+    only_call = ChatDataset([{"messages": CALLS[:2]}], tokenizer)[0]
+    assert learned(tokenizer, only_call) == "(add)<|end|>"
+
+
+@pytest.mark.parametrize("tools", ["[add", {"name": "add"}])
+def test_tools_that_are_no_list_are_refused_with_their_place(with_template, tools):
+    with pytest.raises(DataUnusable, match="record 1, column tools: it is"):
+        ChatDataset([{"messages": CALLS, "tools": tools}], with_template(TOOLS))[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [("{{ raise_exception('roles must alternate') }}", "roles must alternate"), (NEWLINES, "can only concatenate str")],
+)
+def test_a_chat_that_the_template_does_not_write_is_refused_with_its_place(with_template, template, reason):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "u"}]}, {"role": "assistant", "content": "a"}]
+    with pytest.raises(DataUnusable, match=rf"record 1: the chat template cannot write this chat \({reason}"):
+        ChatDataset([{"messages": parts}], with_template(template))[0]
