@@ -340,30 +340,28 @@ class Process:
 
 
 def test_two_processes_of_one_program_are_two_environments_while_both_run():
-    with served_broker() as url:
-        with Process(url, "a") as first, first.wait(url), Process(url, "b") as second:
-            assert (first.info.display_name, second.info.display_name) == ("env", "env_1")
-            assert (first.register().display_name, second.register().display_name) == ("env", "env_1")
-            rows = first.client.status()["environments"]
-            assert [(row["name"], row["weight"], row["connected"]) for row in rows] == [
-                ("env", 1, True),
-                ("env_1", 1, True),
-            ]
+    with served_broker() as url, Process(url, "a") as first, first.wait(url), Process(url, "b") as second:
+        assert (first.info.display_name, second.info.display_name) == ("env", "env_1")
+        assert (first.register().display_name, second.register().display_name) == ("env", "env_1")
+        rows = first.client.status()["environments"]
+        assert [(row["name"], row["weight"], row["connected"]) for row in rows] == [
+            ("env", 1, True),
+            ("env_1", 1, True),
+        ]
 
 
 def test_the_successor_of_a_killed_process_gets_its_id_and_a_process_that_lost_its_id_is_told():
-    with served_broker() as url:
-        with Process(url, "a") as first:
-            first.wait(url).close()
-            time.sleep(0.2)
-            with Process(url, "b") as second:
-                assert second.info.environment_id == first.info.environment_id
-                with pytest.raises(BrokerRefused, match="another process's; register again") as refused:
-                    first.heartbeat()
-                assert refused.value.kind == "unknown-environment"
-                with second.wait(url):
-                    assert first.register().display_name == "env_1"
-                    assert first.heartbeat().state == "wait"
+    with served_broker() as url, Process(url, "a") as first:
+        first.wait(url).close()
+        time.sleep(0.2)
+        with Process(url, "b") as second:
+            assert second.info.environment_id == first.info.environment_id
+            with pytest.raises(BrokerRefused, match="another process's; register again") as refused:
+                first.heartbeat()
+            assert refused.value.kind == "unknown-environment"
+            with second.wait(url):
+                assert first.register().display_name == "env_1"
+                assert first.heartbeat().state == "wait"
 
 
 def test_the_end_of_a_run_reaches_its_environments_and_not_the_next_ones(loop):

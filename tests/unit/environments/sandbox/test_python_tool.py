@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tempfile
@@ -150,7 +151,7 @@ def test_of_an_interpreters_folder_only_its_programs_and_libraries_are_shown(tmp
 
 async def test_an_interpreter_below_tmp_leaves_the_working_folder_empty(monkeypatch):
     with tempfile.TemporaryDirectory(dir="/tmp") as prefix:
-        Path(prefix, "bin").mkdir()
+        os.mkdir(f"{prefix}/bin")  # noqa: PTH102 - in an asynchronous test
         monkeypatch.setattr(sys, "prefix", prefix)
         tool = PythonTool(require_isolation=False)
         result = await tool.run(f"import os; os.listdir(), os.path.isdir({prefix + '/bin'!r})")
