@@ -40,11 +40,10 @@ _PROSE = re.compile(
 )
 
 # Words that change the number next to them. Without such a word, the letters of a text are no product of variables.
-_MATH_WORDS = frozenset(
-    "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log exp sqrt max min mod gcd lcm lim det choose over "
-    "plus minus negative divided multiplied square squared cube cubed power root factorial percent dozen hundred thousand "
-    "million billion trillion half halves third thirds fourths quarter quarters fifths tenths hundredths times between "
-    "and".split()
+_MATH_WORDS = re.compile(
+    r"arc\w+|sinh?|cosh?|tanh?|cot|sec|csc|log|exp|sqrt|max|min|mod|gcd|lcm|lim|det|choose|over|plus|minus|negative|"
+    r"divided|multiplied|squared?|cubed?|power|root|factorial|percent|dozen|hundred|thousand|[mbtr]+illion|hal(?:f|ves)|"
+    r"thirds?|fourths?|quarters?|fifths?|tenths?|hundredths?|times|between|and"
 )
 
 
@@ -167,7 +166,7 @@ def expressions(text: str) -> tuple[Any, ...]:
 def is_sentence(text: str) -> bool:
     """Return True if there is a word of three letters or more beside the number, and none that changes the number."""
     words = [word.strip(".,:;!'\"’()*$€£%") for word in text.lower().split()]
-    return any(len(word) > 2 and word.isalpha() for word in words) and _MATH_WORDS.isdisjoint(words)
+    return any(len(word) > 2 and word.isalpha() for word in words) and not any(map(_MATH_WORDS.fullmatch, words))
 
 
 def plain(text: str) -> str:
