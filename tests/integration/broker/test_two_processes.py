@@ -1,4 +1,4 @@
-"""Processes of one environment program: two at once are two environments, a successor has the name of the one before."""
+"""Processes of one environment program: two at once are two environments; a successor has the name of the first."""
 
 import socket
 import time
