@@ -83,7 +83,7 @@ async def test_two_processes_of_one_program_are_two_environments_of_the_run(toke
     environments = [make_env(fake, tokenizer_folder, ArithmeticEnv) for _ in range(2)]
 
     async def begin_once_both_are_there():
-        while len(app.context.broker.state.environments) < 2:
+        while len(app.context.broker.state.environments) < 2:  # noqa: ASYNC110 - the broker has no event for it
             await anyio.sleep(0.01)
         await train(client, steps=6, batch_size=32, fake=fake)
 
