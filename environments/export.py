@@ -16,6 +16,7 @@ separated by the masks, so no text is lost where the answer repeats the prompt.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import urllib.error
@@ -95,7 +96,8 @@ def sft_lines(group: Mapping[str, Any], options: SftOptions, tokenizer: Any) -> 
         if tokenizer is None:
             yield {"messages": _messages(group)[index], "score": scores[index]}
         else:
-            prefix, completion = trained_text(tokenizer, group["tokens"][index], group["masks"][index])
+            tokens, masks = _sequences(group)
+            prefix, completion = trained_text(tokenizer, tokens[index], masks[index])
             yield {"prefix": prefix, "completion": completion, "score": scores[index]}
 
 
@@ -114,10 +116,10 @@ def dpo_lines(group: Mapping[str, Any], options: DpoOptions, tokenizer: Any) -> 
 
 
 def _rollouts(group: Mapping[str, Any]) -> list[int]:
-    """Return the indices of a group's rollouts, without the rows that stand for absent ones."""
+    """Return the indices of a group's rollouts, without absent ones and those whose score is no number to compare."""
     overrides = group.get("overrides") or []
     absent = {index for index, override in enumerate(overrides) if (override or {}).get(ABSENT)}
-    return [index for index in range(len(group["scores"])) if index not in absent]
+    return [index for index, score in enumerate(group["scores"]) if index not in absent and math.isfinite(score)]
 
 
 def export(options: OptionsT, output: OutputFile, lines: Lines[OptionsT]) -> int:
@@ -164,6 +166,11 @@ def _run(model: type[OptionsT], argv: Sequence[str], lines: Lines[OptionsT], pro
         if output.is_kept:
             sys.stderr.write(f"what was written so far is in {output.part}\n")
     sys.stdout.write(f"{count} lines in {argv[0]}\n")
+    if not count:
+        sys.stderr.write(
+            "no rollout fits: --allow-negative-scores true keeps scores of 0 and less, and a smaller "
+            "--minimum-score-diff-max-min those that differ little\n"
+        )
     return 0
 
 
@@ -220,10 +227,19 @@ def _messages(group: Mapping[str, Any]) -> list[Any]:
     return list(found)
 
 
+def _sequences(group: Mapping[str, Any]) -> tuple[Sequence[list[int]], Sequence[list[int]]]:
+    """Return the tokens and masks of a group, which separate the prompt from what was sampled."""
+    tokens, masks = group.get("tokens"), group.get("masks")
+    if not tokens or not masks:
+        raise ConfigError("a group has no tokens or no masks, so its prompts are unknown; `process` writes both")
+    return tokens, masks
+
+
 def _prompt(group: Mapping[str, Any], index: int) -> list[int]:
-    mask = group["masks"][index]
+    tokens, masks = _sequences(group)
+    mask = masks[index]
     start = next((at for at, value in enumerate(mask) if value != -100), len(mask))
-    return list(group["tokens"][index][:start])
+    return list(tokens[index][:start])
 
 
 def _widest_pair(
@@ -247,8 +263,9 @@ def _pair_line(group: Mapping[str, Any], better: int, worse: int, tokenizer: Any
     if tokenizer is None:
         chats = _messages(group)
         return {"pos": chats[better], "neg": chats[worse], "score": score}
-    prefix, pos = trained_text(tokenizer, group["tokens"][better], group["masks"][better])
-    _, neg = trained_text(tokenizer, group["tokens"][worse], group["masks"][worse])
+    tokens, masks = _sequences(group)
+    prefix, pos = trained_text(tokenizer, tokens[better], masks[better])
+    _, neg = trained_text(tokenizer, tokens[worse], masks[worse])
     return {"prefix": prefix, "pos": pos, "neg": neg, "score": score}
 
 

@@ -27,7 +27,7 @@ from atropos_api.broker.reports import Reports, RunMetrics
 from atropos_api.broker.rollouts import Rollouts
 from atropos_api.broker.run_succession import RunSuccession
 from atropos_api.broker.runs import Runs
-from atropos_api.broker.state import BrokerSettings, Clock, EventLog, State
+from atropos_api.broker.state import BrokerSettings, Clock, EventLog, State, SteadyClock
 from atropos_api.broker.submissions import IdempotencyKeys, Submissions
 from atropos_api.errors import BrokerError, DamagedBatch, InvalidRequest, StoreDamaged
 from atropos_api.store.backup import Backup
@@ -75,11 +75,12 @@ class Broker:
         bodies: BodyLog,
         *,
         settings: BrokerSettings | None = None,
-        clock: Clock = time.time,
+        clock: Clock | None = None,
         monotonic: Clock = time.monotonic,
         reach: Reach = ignore_failpoint,
     ) -> None:
         self.settings = settings or BrokerSettings()
+        clock = clock or SteadyClock()
         self.metrics = RunMetrics(ledger)
         self.recent = RecentBatches(self.settings.recent_bytes)
         snapshot = ledger.load()
@@ -295,8 +296,10 @@ class Broker:
         self.state.events.add("environment-left", environment_id=environment_id)
         self.state.pacing_changed()
 
-    def heartbeat(self, environment_id: int) -> Pacing:
+    def heartbeat(self, environment_id: int, process: str = "") -> Pacing:
+        """Record that an environment is alive, and return its pacing; `process` is the one that it registered with."""
         row = self.state.environments.get(environment_id)
+        self.state.environments.refuse_other_process(row, process)
         self.touch(row)
         return self.pacing(row)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -33,6 +34,10 @@ class Environments:
         self._rows = {row.environment_id: row for row in rows}
         self._by_name = {row.name: row for row in self._rows.values() if not row.legacy}
         self._liveness: LivenessSnapshot | None = None
+        self._processes: dict[int, str] = {}
+        """The process of each environment that named one; not stored, since each heartbeat names it again."""
+        self._waiting: Counter[str] = Counter()
+        """Open heartbeats by process. The connection of a killed process is closed, so its heartbeat ends."""
 
     def __iter__(self) -> Iterator[EnvironmentRow]:
         return iter(self._rows.values())
@@ -55,12 +60,17 @@ class Environments:
         return None if environment_id is None else self._rows.get(environment_id)
 
     def register(self, request: EnvironmentRequest, now: float) -> EnvironmentRow:
-        """Register by stable name: the same name gets the same id, also after a restart."""
-        known = self._by_name.get(request.name)
+        """Register by stable name: the same name gets the same id, also after a restart.
+
+        A process that runs beside another one of its name gets a name with a number: the two do not share data or
+        pacing.
+        """
+        name = self._free_name(request)
+        known = self._by_name.get(name)
         row = EnvironmentRow(
             environment_id=known.environment_id if known else self._next_id(),
-            name=request.name,
-            display_name=request.name,
+            name=name,
+            display_name=name,
             group_size=request.group_size,
             max_token_length=request.max_token_length,
             weight=request.weight,
@@ -75,7 +85,42 @@ class Environments:
         )
         self._keep(row)
         self._by_name[row.name] = row
+        if request.process:
+            self._processes[row.environment_id] = request.process
         return row
+
+    @contextmanager
+    def waiting(self, process: str) -> Iterator[None]:
+        """Count a heartbeat of a process that waits inside the block: the process is alive meanwhile."""
+        self._waiting[process] += 1
+        try:
+            yield
+        finally:
+            self._waiting.subtract([process])
+            self._waiting += Counter()  # forgets those of which none is open
+
+    def refuse_other_process(self, row: EnvironmentRow, process: str) -> None:
+        """Raise `UnknownEnvironment` if this environment is another process's by now, so that the caller registers."""
+        if process and self._processes.setdefault(row.environment_id, process) != process:
+            raise UnknownEnvironment(
+                f"environment {row.environment_id} ({row.name}) is another process's; register again",
+                field="environment_id",
+                value=row.environment_id,
+            )
+
+    def _free_name(self, request: EnvironmentRequest) -> str:
+        """Return the name, or with a number the first that no other living process has; a process keeps its name."""
+        if not request.process:
+            return request.name
+        names = [request.name, *(f"{request.name}_{number}" for number in range(1, len(self._by_name) + 1))]
+        owners = {name: self._process_of(name) for name in names}
+        own = [name for name in names if owners[name] == request.process]
+        free = [name for name in names if (owner := owners[name]) is None or not self._waiting[owner]]
+        return next(iter([*own, *free]))
+
+    def _process_of(self, name: str) -> str | None:
+        row = self._by_name.get(name)
+        return None if row is None else self._processes.get(row.environment_id)
 
     def register_legacy(self, request: EnvironmentRequest, now: float) -> EnvironmentRow:
         """Register as Atropos does, where several environments may share a name.

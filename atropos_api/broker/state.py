@@ -7,6 +7,7 @@ options that the broker's rules follow.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -83,6 +84,22 @@ class EventLog:
 
 
 Clock = Callable[[], float]
+
+
+class SteadyClock:
+    """A clock that shows the time of day at the start plus the monotonic time since then.
+
+    Liveness, leases and waits are differences of its times: a step of the machine's clock, as by NTP, must not end or
+    stretch them.
+    """
+
+    def __init__(self, wall: Clock = time.time, monotonic: Clock = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._offset_seconds = wall() - monotonic()
+
+    def __call__(self) -> float:
+        return self._offset_seconds + self._monotonic()
+
 
 Listener = Callable[[], None]
 

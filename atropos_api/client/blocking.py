@@ -151,9 +151,11 @@ class BrokerClient:
         """Disconnect the environment: its weight and minimum no longer count until it calls again."""
         self._send(calls.leave(environment_id))
 
-    def heartbeat(self, environment_id: int, *, revision: int | None = None, wait_seconds: float = 0.0) -> Pacing:
+    def heartbeat(
+        self, environment_id: int, *, revision: int | None = None, wait_seconds: float = 0.0, process: str = ""
+    ) -> Pacing:
         """Return the pacing now, or as soon as it is no longer `revision`, at the latest after `wait_seconds`."""
-        call = calls.heartbeat(environment_id, revision=revision, wait_seconds=wait_seconds)
+        call = calls.heartbeat(environment_id, revision=revision, wait_seconds=wait_seconds, process=process)
         return calls.read_answer(self._send(call), Pacing)
 
     def lease_items(self, environment_id: int, request: ItemRequest) -> ItemLease:

@@ -130,8 +130,10 @@ def leave(environment_id: int) -> Call:
     return Call(method="DELETE", path=f"/v1/environments/{environment_id}")
 
 
-def heartbeat(environment_id: int, *, revision: int | None, wait_seconds: float) -> Call:
+def heartbeat(environment_id: int, *, revision: int | None, wait_seconds: float, process: str = "") -> Call:
     params = {"wait": str(wait_seconds)}
+    if process:
+        params["process"] = process
     if revision is not None:
         params["revision"] = str(revision)
     path = f"/v1/environments/{environment_id}/heartbeat"

@@ -38,6 +38,10 @@ SILENT_SECONDS: Final = 1.0
 """If there are too many connections, one that sent no request for this long is closed in favour of a newer one."""
 
 
+LINGER_SECONDS: Final = 2.0
+"""Time for which the input of a refused peer is read and discarded, so that it can read the refusal."""
+
+
 class _Waiting(Enum):
     NOTHING = auto()
     HEADERS = auto()
@@ -60,12 +64,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unread_since: float | None = None
         self._unread_bytes = 0
         self._disconnected: asyncio.Future[None] | None = None
+        self._refused = False
         self.unwritten = False
         """True if the transport holds bytes the kernel has not taken; exact only with a write buffer limit of 0."""
 
     @property
     def is_open(self) -> bool:
-        return not self.transport.is_closing()
+        return not (self._refused or self.transport.is_closing())
 
     def age(self) -> float:
         """Return the seconds since the present wait for the peer began."""
@@ -100,6 +105,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         self.begun_at_once = 0
         self._unparsed_bytes += len(data)
         super().data_received(data)
@@ -216,10 +223,24 @@ class GuardedProtocol(HttpToolsProtocol):
         """Close the connection; answer with the reason first if the peer still awaits an answer."""
         if not self.is_open:
             return
-        if self._awaits_answer():
+        answers = self._awaits_answer()
+        if answers:
             self.transport.write(_render_problem(status, kind, detail))
+        cycle = self.current_cycle()
+        if answers and (cycle is None or cycle.response_complete):
+            self._linger()
+        else:
+            self.transport.close()
         self._awaited = _Waiting.NOTHING
-        self.transport.close()
+
+    def _linger(self) -> None:
+        """End the answer, and close a moment later: a close with input unread resets the connection, and the peer loses
+        the answer.
+        """
+        self._refused = True
+        self.flow.resume_reading()
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _awaits_answer(self) -> bool:
         cycle = self.current_cycle()

@@ -136,6 +136,7 @@ def _take(context: AppContext, view: RequestView, key: str | None, env_id: int, 
     parameters=(
         ENVIRONMENT_ID,
         in_query("revision", INTEGER, "The caller's revision; with `wait`, answered once it changes"),
+        in_query("process", TEXT_SCHEMA, "The process as registered; one whose id went to another must register again"),
         WAIT,
     ),
     answers=ok(Pacing, "How much the environment should have in flight"),
@@ -145,11 +146,13 @@ async def heartbeat(request: Request, environment_id: str) -> Response:
     context = context_of(request)
     wanted = parse_int(environment_id, "environment_id")
     revision = read_int(request, "revision")
+    process = request.query_params.get("process", "")
     wait = LongPoll(request, read_wait(request))
-    while True:
-        pacing = context.broker.heartbeat(wanted)
-        if pacing.revision != revision or not await wait.on(context.pacing_notifier):
-            return json_response(pacing)
+    with context.broker.state.environments.waiting(process):
+        while True:
+            pacing = context.broker.heartbeat(wanted, process)
+            if pacing.revision != revision or not await wait.on(context.pacing_notifier):
+                return json_response(pacing)
 
 
 @route(
@@ -303,7 +306,8 @@ async def finish_run(request: Request, run_id: str) -> Response:
 @route(
     "POST /v1/environments",
     "Register an environment by a stable name",
-    help="The same name gets the same id, also after a restart of either side. Group sizes are judged together: while "
+    help="The same name gets the same id, also after a restart of either side; of two processes that run at the same "
+    "time and name themselves, the second is another environment. Group sizes are judged together: while "
     "the environment's size fills no batch, alone or with the others, its pacing has no room and gives the reason.",
     body=EnvironmentRequest,
     example={"name": "gsm8k", "group_size": 8, "max_token_length": 2048},

@@ -81,7 +81,7 @@ _submission_decoder = msgspec.json.Decoder(SubmissionText, strict=False)
 
 _fields_decoder = msgspec.json.Decoder(Fields)
 
-_list_decoder = msgspec.json.Decoder(list[Fields])
+_list_decoder = msgspec.json.Decoder(list[Fields | None])
 
 
 def decode_submission(body: bytes) -> SubmissionText:
@@ -93,7 +93,8 @@ def decode_fields(body: bytes) -> Fields:
 
 
 def decode_list(body: bytes) -> list[Fields]:
-    return _decode(_list_decoder, body)
+    """Decode the groups of a list; a null among them is a group without fields, which is refused alone."""
+    return [fields or {} for fields in _decode(_list_decoder, body)]
 
 
 def check_group(fields: Fields, *, where: str = "", env_id: int | None = None) -> CheckedGroup:

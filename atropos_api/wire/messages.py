@@ -125,6 +125,9 @@ class EnvironmentRequest(msgspec.Struct, kw_only=True):
     """Register an environment by a stable name: after a restart it gets the same id."""
 
     name: Name
+    process: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """An id of the caller's process, which its heartbeats name too: a second process that runs at the same time is
+    another environment, `name_1`. Empty: all callers of this name are one environment."""
     group_size: Positive
     max_token_length: Whole
     weight: Weight = 1.0

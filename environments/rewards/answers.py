@@ -1,8 +1,8 @@
 r"""Reads answers from text: exact numbers, and the final answer of a completion.
 
-Numbers may be written as `1,234`, `$5`, `-3.50`, `−2`, `3/4`, `\frac{3}{4}`, `72 apples` or `1.5e3`; their values are
-exact. A percent sign is read as a unit, so `50%` is 50, as GSM8K's reference answers mean it. Every search takes time
-linear in the text, for any text that a model writes.
+Numbers may be written as `1,234`, `$5`, `-3.50`, `−2`, `3/4`, `\frac{3}{4}`, `2\frac12`, `2 1/2`, `72 apples` or
+`1.5e3`; their values are exact. A percent sign is read as a unit, so `50%` is 50, as GSM8K's reference answers mean
+it. Every search takes time linear in the text, for any text that a model writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _NUMERAL = r"(?:\d{1,3}(?:,\d{3}){1,99}(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _THIN_SPACE = re.compile(r"(?<=\d)\\[,!](?=\d)")
 
 _NUMBER = re.compile(
-    rf"(?P<sign>[-+]\s*)?(?:\\?[$£€]\s*)?(?P<inner>[-+])?(?:\\[dt]?frac\s*\{{(?P<top>-?\d+)\}}\s*\{{(?P<bottom>\d+)\}}"
+    rf"(?P<sign>[-+]\s*)?(?:\\?[$£€]\s*)?(?P<inner>[-+])?(?:(?:(?P<whole>\d+)\s*)?\\[dt]?frac\s*"
+    rf"(?:\{{(?P<top>-?\d+)\}}|(?P<digit>\d))\s*(?:\{{(?P<bottom>\d+)\}}|(?P<below>\d))"
+    rf"|(?P<mixed>\d+)\s+(?P<upper>\d+)/(?P<lower>\d+)(?!\d)"
     rf"|(?P<numeral>{_NUMERAL})(?:[eE](?P<exponent>[-+]?\d+)(?![\w.])|\s*/\s*(?P<divisor>\d+))?)"
 )
 
@@ -50,7 +52,7 @@ def _plain_text(text: str) -> str:
 def _value(match: re.Match[str]) -> Fraction | None:
     if len(match[0]) > MAX_CHARACTERS:
         return None
-    magnitude = _fraction(match["top"], match["bottom"]) if match["bottom"] else _plain(match)
+    magnitude = _plain(match) if match["numeral"] else _mixed(match)
     negative = (match["sign"] or "").startswith("-") != (match["inner"] == "-")
     return -magnitude if negative and magnitude is not None else magnitude
 
@@ -64,8 +66,12 @@ def _plain(match: re.Match[str]) -> Fraction | None:
     return Fraction(Decimal(numeral + (f"e{match['exponent']}" if match["exponent"] else "")))
 
 
-def _fraction(top: str, bottom: str) -> Fraction | None:
-    return None if int(bottom) == 0 else Fraction(int(top), int(bottom))
+def _mixed(match: re.Match[str]) -> Fraction | None:
+    """Return the value of a fraction, with the whole number before it if there is one."""
+    top = match["top"] or match["digit"] or match["upper"]
+    bottom = match["bottom"] or match["below"] or match["lower"]
+    whole = int(match["whole"] or match["mixed"] or 0)
+    return None if int(bottom) == 0 else whole + Fraction(int(top), int(bottom))
 
 
 THINKING_END = "</think>"

@@ -25,7 +25,9 @@ _POWER_OF_TEN = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,4})
 _BASE = re.compile(r"(?<=[0-9A-Fa-f])_(?:\{\s*(\d+)\s*\}|(\d+))")
 _ESCAPED_BRACE = re.compile(r"\\[{}]")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3}(?!\d))")
-_SPACING = re.compile(r"\\(?:[,;:!]|q?quad\b|displaystyle\b|hspace\*?\{[^{}]*\})")
+_SPACING = re.compile(r"\\(?:[,;:!]|q?quad\b|displaystyle\b|hspace\*?\{[^{}]*\})|(?<!\\)~")
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]))")
+_TEXT = re.compile(r"\\(?:text(?:bf|rm|it)?|mbox|math(?:rm|bf))\s*\{([^{}\\]*\d[^{}\\]*)\}")
 _WRAPPED = re.compile(r"\$\$([^$]*)\$\$|\$([^$]*)\$|\\\(((?:(?!\\\)).)*)\\\)|\\\[((?:(?!\\\]).)*)\\\]", re.DOTALL)
 _ABOUT = re.compile(r"\\approx(?![a-zA-Z])|≈")
 _INTRODUCED = re.compile(r"^(?:=(?!=)|:(?![:=])|\\approx(?![a-zA-Z])|≈|\\therefore(?![a-zA-Z]))\s*")
@@ -35,6 +37,13 @@ _PROSE = re.compile(
     r"(?!.*\b(?:not|or|nor|neither|either|except|than|least|most)\b)(?!.*n't\b)"
     r"[^\W\d]*(?:[^\W\d_]|[\s.,:;!'\"’()*$€£])*-?\d[\d.,]*(?:[^\W\d_]|[\s.,:;!'\"’()*$€£%])*",
     re.DOTALL | re.IGNORECASE,
+)
+
+# Words that change the number next to them. Without such a word, the letters of a text are no product of variables.
+_MATH_WORDS = re.compile(
+    r"arc\w+|sinh?|cosh?|tanh?|cot|sec|csc|log|exp|sqrt|max|min|mod|gcd|lcm|lim|det|choose|over|plus|minus|negative|"
+    r"divided|multiplied|squared?|cubed?|power|root|factorial|percent|dozen|hundred|thousand|[mbtr]+illion|hal(?:f|ves)|"
+    r"thirds?|fourths?|quarters?|fifths?|tenths?|hundredths?|times|between|and"
 )
 
 
@@ -136,7 +145,8 @@ def expressions(text: str) -> tuple[Any, ...]:
     `\boxed{}`.
 
     Where the text is not mathematics, the number in it counts only if the rest is prose: math-verify takes the last
-    number of any text that it cannot read, and so read `6 \vee 5`, `\neq 5` and `6 | 5` as 5.
+    number of any text that it cannot read, and so read `6 \vee 5`, `\neq 5` and `6 | 5` as 5. Of a text of words that
+    it does read (`5 people` as 5 times p, e, o, …) the number counts as well.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
@@ -146,9 +156,17 @@ def expressions(text: str) -> tuple[Any, ...]:
         return ()
     bare = not any(delimiter in text for delimiter in DELIMITERS)
     latex = parse(f"\\boxed{{{text}}}" if bare else text, [LatexExtractionConfig()], parsing_timeout=None)
-    if not _PROSE.fullmatch(text) or not all(isinstance(found, str) for found in latex):
+    if not _PROSE.fullmatch(text):
+        return tuple(latex)
+    if not all(isinstance(found, str) for found in latex) and (numbers(tuple(latex)) or not is_sentence(text)):
         return tuple(latex)
     return tuple(parse(text, [ExprExtractionConfig()], parsing_timeout=None)) or tuple(latex)
+
+
+def is_sentence(text: str) -> bool:
+    """Return True if there is a word of three letters or more beside the number, and none that changes the number."""
+    words = [word.strip(".,:;!'\"’()*$€£%") for word in text.lower().split()]
+    return any(len(word) > 2 and word.isalpha() for word in words) and not any(map(_MATH_WORDS.fullmatch, words))
 
 
 def plain(text: str) -> str:
@@ -157,7 +175,8 @@ def plain(text: str) -> str:
     text = _POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text).replace("°", "^\\circ ")
     text = _THOUSANDS.sub("", text).replace("\\$", "")
     text = _SPACING.sub(" ", text).strip()
-    wrapped = _WRAPPED.fullmatch(text)
+    text = _ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", text)
+    wrapped = _TEXT.fullmatch(text) or _WRAPPED.fullmatch(text)
     if wrapped:
         text = wrapped[wrapped.lastindex or 0].strip()
     return exact_side(_INTRODUCED.sub("", text))

@@ -19,6 +19,7 @@ from environments.sandbox import system_calls
 from environments.sandbox.launch import (
     DEVICES,
     FILTER,
+    MEMORY_FOLDER,
     NOBODY,
     START_FAILED,
     WORK_FOLDER,
@@ -42,7 +43,8 @@ def command(program: str, launch: Launch) -> list[str]:
         words += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         words += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
-    words += ["--perms", "1777", "--size", str(launch.file_bytes), "--tmpfs", WORK_FOLDER]
+    words += ["--perms", "1777", "--size", str(launch.file_bytes), "--tmpfs", MEMORY_FOLDER]
+    words += ["--perms", "1777", "--dir", WORK_FOLDER]
     # Parents that bubblewrap makes itself are closed to other users, and root's code runs as another user.
     paths = [path for _, path in (*view.folders, *view.links)] + list(DEVICES)
     parents = {str(parent) for path in paths for parent in Path(path).parents} - {"/"}
@@ -133,9 +135,10 @@ class Namespaces:
         self._pivot_root(".", "old")
         os.chdir("/")
         self._mount("tmpfs", "/new", "tmpfs", MS_NOSUID | MS_NODEV, ROOT_OPTIONS)
-        work = _make_target(WORK_FOLDER, is_folder=True)
+        memory = _make_target(MEMORY_FOLDER, is_folder=True)
         options = f"size={launch.file_bytes},nr_inodes={MOST_FILES},mode=1777"
-        self._mount("tmpfs", work, "tmpfs", MS_NOSUID | MS_NODEV, options)
+        self._mount("tmpfs", memory, "tmpfs", MS_NOSUID | MS_NODEV, options)
+        Path(_make_target(WORK_FOLDER, is_folder=True)).chmod(0o1777)
         for source, path in launch.view.folders:
             self._bind(source, path, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV)
         for device in DEVICES:

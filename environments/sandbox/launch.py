@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-WORK_FOLDER = "/tmp"  # noqa: S108 - the sandbox's own
+MEMORY_FOLDER = "/tmp"  # noqa: S108 - the sandbox's own
+WORK_FOLDER = f"{MEMORY_FOLDER}/work"
+"""It is empty at first, which /tmp itself is not where the interpreter is kept below it."""
+
 DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")
 
 # Read by the dynamic linker and by Debian's alternatives, which choose between programs.

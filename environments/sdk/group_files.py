@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 
@@ -92,13 +92,33 @@ def trained_text(tokenizer: Any, tokens: list[int], mask: list[int]) -> tuple[st
     return prefix, rest
 
 
+class _Shape(msgspec.Struct):
+    """The fields of a group that exports and pages use; files of other programs may lack some, and have others."""
+
+    scores: list[float]
+    tokens: list[list[Annotated[int, msgspec.Meta(ge=0)]]] | None = None
+    masks: list[list[int]] | None = None
+    messages: list[Any] | None = None
+
+
 def _read_line(line: bytes, where: str) -> dict[str, Any]:
     try:
-        group = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
+        # Python's own reader also takes NaN and Infinity, which Python's writer, and so the original Atropos, writes.
+        group = json.loads(line) if b"NaN" in line or b"Infinity" in line else msgspec.json.decode(line)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise GroupsUnreadable(f"{where}: not JSON ({error})") from error
     if not isinstance(group, dict) or "scores" not in group:
         raise GroupsUnreadable(f"{where}: not a group, since it has no scores")
+    try:
+        shape = msgspec.convert(group, _Shape)
+    except msgspec.ValidationError as error:
+        raise GroupsUnreadable(f"{where}: not a group ({error})") from error
+    for name in ("tokens", "masks", "messages"):
+        rows = getattr(shape, name)
+        if rows and len(rows) != len(shape.scores):
+            raise GroupsUnreadable(
+                f"{where}: not a group, since {name} has {len(rows)} rows for {len(shape.scores)} scores"
+            )
     return group
 
 

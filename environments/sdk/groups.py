@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NotRequired, TypedDict, cast
@@ -220,6 +220,7 @@ def group_items(items: Sequence[ScoredDataItem]) -> ScoredDataGroup:
 
 def to_wire(raw: Mapping[str, Any], sample_log: SampleLog) -> Group:
     """Convert a group to the wire type; what the environment left out is taken from the sequences it sampled."""
+    raw = _plain_fields(raw)
     tokens = raw["tokens"]
     fields = {key: _per_sequence(raw, key, len(tokens)) for key in OPTIONAL_PER_SEQUENCE}
     if fields["advantages"] is not None:
@@ -227,7 +228,7 @@ def to_wire(raw: Mapping[str, Any], sample_log: SampleLog) -> Group:
     group = Group(
         tokens=tokens,
         masks=raw["masks"],
-        scores=[float(score) for score in raw["scores"]],
+        scores=[_as_score(index, score) for index, score in enumerate(raw["scores"])],
         generation_params=raw.get("generation_params"),
         group_overrides=raw.get("group_overrides") or None,
         **fields,
@@ -236,6 +237,32 @@ def to_wire(raw: Mapping[str, Any], sample_log: SampleLog) -> Group:
     if None in (group.inference_logprobs, group.policy_versions, group.generation_params):
         _complete(group, sample_log)
     return group
+
+
+PER_TOKEN = ("tokens", "masks", "inference_logprobs", "advantages")
+
+
+def _plain_fields(raw: Any) -> Mapping[str, Any]:
+    """Return the fields of a group with arrays and tensors as lists; raise an error for what is no group."""
+    if not isinstance(raw, Mapping):
+        raise TypeError(f"a group is a dictionary with tokens, masks and scores, not {raw!r:.80}")
+    if missing := [key for key in ("tokens", "masks", "scores") if raw.get(key) is None]:
+        raise ValueError(f"a group needs tokens, masks and scores, and this one has no {' and no '.join(missing)}")
+    return {**raw, **{key: _as_lists(raw[key]) for key in PER_TOKEN if raw.get(key) is not None}}
+
+
+def _as_lists(rows: Any) -> Any:
+    """Return rows that may be an array, or hold arrays, as lists."""
+    if hasattr(rows, "tolist"):
+        return rows.tolist()
+    return [row.tolist() if hasattr(row, "tolist") else row for row in rows] if isinstance(rows, list | tuple) else rows
+
+
+def _as_score(index: int, score: Any) -> float:
+    try:
+        return float(score)
+    except (TypeError, ValueError):
+        raise ValueError(f"scores[{index}] is {score!r:.80}, which is not a number") from None
 
 
 def _per_sequence(raw: Mapping[str, Any], key: str, count: int) -> Any:
@@ -279,4 +306,5 @@ def _complete(group: Group, sample_log: SampleLog) -> None:
 
 def as_groups(scored_data: Any) -> list[Mapping[str, Any] | None]:
     """Return one group or several as a list; None marks one that the environment dropped."""
-    return [scored_data] if scored_data is None or isinstance(scored_data, Mapping) else list(scored_data)
+    is_several = isinstance(scored_data, Iterable) and not isinstance(scored_data, Mapping | str)
+    return list(scored_data) if is_several else [scored_data]

@@ -220,7 +220,7 @@ EQUAL_SCORES, TOO_LONG, GROUP_SIZE, NOT_FINITE = "equal-scores", "too-long", "gr
 
 NO_GROUP, FAILED, TIMED_OUT = "no-group", "failed", "timed-out"
 
-REFUSED, UNSENT = "refused", "unsent"
+REFUSED, UNSENT, LATE = "refused", "unsent", "late"
 
 ADVICE: Final[Mapping[str, str]] = {
     EQUAL_SCORES: "--env.ensure_scores_are_not_same false sends them",
@@ -231,6 +231,7 @@ ADVICE: Final[Mapping[str, str]] = {
     FAILED: "the warnings above give the cause; --env.rollout_attempts sets how often an item is tried",
     TIMED_OUT: "--env.worker_timeout sets how long a rollout may take",
     REFUSED: "the broker refused them; its reply names the field that is wrong",
+    LATE: "its item may be tried again, and nothing is sent twice; wait for such tasks in collect_trajectories",
     UNSENT: "--env.drain_seconds sets how long the shutdown may take",
 }
 """The advice that is logged for each reason."""

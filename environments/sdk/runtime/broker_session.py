@@ -84,6 +84,7 @@ class BrokerConnection:
                     self.info.environment_id,
                     revision=self.pacing.revision if self.pacing is not None else None,
                     wait_seconds=HEARTBEAT_WAIT_SECONDS,
+                    process=self._request.process,
                 )
             except AtroposError as error:
                 await self._recover(error)

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import anyio
 
@@ -34,7 +34,7 @@ from environments.sdk.errors import (
 )
 from environments.sdk.group_files import Chats, GroupFile, RecentGroups
 from environments.sdk.groups import GroupRules, Item, as_groups, fill_absent, to_wire
-from environments.sdk.reporting import FAILED, NO_GROUP, TIMED_OUT, Rejection, last_answer, one_line, quoted
+from environments.sdk.reporting import FAILED, LATE, NO_GROUP, TIMED_OUT, Rejection, last_answer, one_line, quoted
 from environments.sdk.runtime.items import GroupKey, ItemLeases, LeasedItem
 from environments.sdk.session.tokens_and_masks import SampleLog, current_sample_log, messages_of, record_samples
 
@@ -64,25 +64,34 @@ class Accepted:
     chats: Callable[[], Chats]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Buffer:
-    """The groups of one rollout, and the reasons for which others of it were dropped."""
+    """The groups of one rollout, the reasons for which others of it were dropped, and what became of the rollout."""
 
+    run_id: str | None = None
+    """The run in which the rollout began, if that is known."""
     accepted: list[Accepted] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    outcome: Literal["open", "sent", "failed"] = "open"
 
 
 _buffer: ContextVar[Buffer | None] = ContextVar("buffer", default=None)
 
 
 @contextmanager
-def buffer_groups() -> Iterator[Buffer]:
-    """Collect the groups delivered inside the block, in this task and those it starts, instead of sending them."""
-    buffer = Buffer()
+def buffer_groups(run_id: str | None = None) -> Iterator[Buffer]:
+    """Collect the groups delivered inside the block, in this task and those it starts, instead of sending them.
+
+    A task that outlives the block delivers late: its groups are sent at once, or dropped if the block failed.
+    """
+    buffer = Buffer(run_id)
     token = _buffer.set(buffer)
     try:
         yield buffer
+        buffer.outcome = "sent"
     finally:
+        if buffer.outcome == "open":
+            buffer.outcome = "failed"
         _buffer.reset(token)
 
 
@@ -128,9 +137,10 @@ class Delivery:
         path, keep = env.config.data_path_to_save_groups, env.config.groups_to_keep
         self.file = GroupFile(Path(path)) if path is not None and not keep else None
         self._recent = RecentGroups(Path(path), keep) if path is not None and keep else None
+        self._closed = False
 
     async def deliver(self, scored_data: Any, item: Item, *, send: bool, check_length: bool) -> None:
-        """Send the groups that the rules allow; inside `buffer_groups` they are only collected."""
+        """Send the groups that the rules allow; inside `buffer_groups` they are only collected until it ends."""
         rules = self._rules() if check_length else replace(self._rules(), max_token_length=-1)
         dropped = self._env.dropped_groups
         buffer = _buffer.get()
@@ -152,12 +162,23 @@ class Delivery:
             self._env.metrics.count_absent(fill_absent(group, rules.full_size(group) or 0))
             await self._env.add_rollouts_for_wandb(raw, item)
             accepted = Accepted(group, partial(self._chats, group, sample_log))
-            if send and buffer is not None:
+            if send and buffer is not None and buffer.outcome == "open":
                 buffer.accepted.append(accepted)
-                continue
-            self.save(accepted)
-            if send:
-                self.dispatch(accepted)
+            else:
+                self._deliver_now(accepted, buffer, item, send=send)
+
+    def _deliver_now(self, accepted: Accepted, buffer: Buffer | None, item: Item, *, send: bool) -> None:
+        """Save and send a group outside a rollout, or after it: such a group belongs to the run of its rollout."""
+        if self._closed:
+            logger.warning("a group of item %.200r came after the environment had stopped, and is dropped", item)
+            return
+        if send and buffer is not None and buffer.outcome == "failed":
+            why = "handle_send_to_api was called by a rollout that had failed before"
+            self._env.dropped_groups.record(Rejection(LATE, why), lambda: f"last item: {quoted(item)}")
+            return
+        self.save(accepted)
+        if send:
+            self.dispatch(accepted, run_id=None if buffer is None else buffer.run_id)
 
     def dispatch(self, accepted: Accepted, key: GroupKey | None = None, run_id: str | None = None) -> None:
         """Send a group that was saved."""
@@ -166,6 +187,7 @@ class Delivery:
         self._send(accepted.group, key, run_id)
 
     def close(self) -> None:
+        self._closed = True
         for file in (self.file, self._recent):
             if file is not None:
                 file.close()
@@ -281,21 +303,22 @@ class RolloutRunner:
 
     async def _attempt(self, drawn: DrawnItem) -> int | None:
         """Return the number of groups of an item that were sent; None if the environment made none."""
-        try:
-            with record_samples("train"), buffer_groups() as buffer:
-                with self._time_limit(drawn), contained():
-                    collected, more = await self._env.collect_trajectories(drawn.item)
-                    finished = await self._env.postprocess_histories(collected) if collected else None
-                if finished is not None:
-                    with contained():  # no time limit: a teacher that does not answer costs its logprobs, not the group
-                        await self._env.handle_send_to_api(finished, drawn.item)
-        finally:
-            with contained():
-                await self._env.cleanup()
-        self.backlog.extend(more)
-        if not finished:
-            return None
-        self._dispatch(drawn, buffer)
+        with buffer_groups(drawn.run_id) as buffer:
+            try:
+                with record_samples("train"):
+                    with self._time_limit(drawn), contained():
+                        collected, more = await self._env.collect_trajectories(drawn.item)
+                        finished = await self._env.postprocess_histories(collected) if collected else None
+                    if finished is not None:
+                        with contained():  # no time limit: a late teacher costs its logprobs, not the group
+                            await self._env.handle_send_to_api(finished, drawn.item)
+            finally:
+                with contained():
+                    await self._env.cleanup()
+            self.backlog.extend(more)
+            if not finished and not buffer.accepted:
+                return None
+            self._dispatch(drawn, buffer)
         return len(buffer.accepted)
 
     @contextmanager

@@ -7,6 +7,7 @@ for a change (pacing, a finished rollout, the end of an evaluation) and never po
 from __future__ import annotations
 
 import logging
+import uuid
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,7 @@ class EnvironmentWorker:
         self._stop = stop
         request = EnvironmentRequest(
             name=env.registered_name,
+            process=uuid.uuid4().hex,
             group_size=config.group_size,
             max_token_length=config.max_token_length,
             weight=config.inference_weight,

@@ -329,12 +329,13 @@ def test_b21_a_repeat_under_the_same_key_is_not_a_second_group(legacy, make_grou
     assert legacy.batch() is None
 
 
-def test_b22_an_invalid_group_in_a_list_costs_its_neighbours_nothing(legacy, make_group):
+@pytest.mark.parametrize(("invalid", "place"), [({"masks": [[1], [2], [3], [4]]}, ["masks", 0]), (None, ["tokens"])])
+def test_b22_an_invalid_group_in_a_list_costs_its_neighbours_nothing(legacy, make_group, invalid, place):
     legacy.start()
-    ragged = make_group(2) | {"masks": [[1], [2], [3], [4]]}
-    response = legacy.http.post("/scored_data_list", json=[make_group(1), ragged, make_group(3)])
+    group = None if invalid is None else make_group(2) | invalid
+    response = legacy.http.post("/scored_data_list", json=[make_group(1), group, make_group(3)])
     assert response.status_code == 422
-    assert response.json()["detail"][0]["loc"] == ["body", 1, "masks", 0]
+    assert response.json()["detail"][0]["loc"] == ["body", 1, *place]
     assert response.json()["groups_processed"] == 2
     assert legacy.idents() == [1, 3]
 

@@ -130,9 +130,18 @@ def test_endless_headers_trailers_and_extensions_are_cut_off(served, start):
             answer = read_to_end(connection)
         assert answer == b"" or b" 431 " in answer or b" 400 " in answer
         with pytest.raises(OSError):  # noqa: PT012
-            for _ in range(3):
+            for _ in range(200):  # what comes within LINGER_SECONDS of the refusal is still read
                 connection.sendall(b"a" * 65536)
                 time.sleep(0.05)
+
+
+def test_a_client_that_sends_large_headers_in_one_go_can_read_why_they_are_refused(url_of_broker):
+    """It writes all before it reads: a reset in the meantime would destroy the answer."""
+    head = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX-A: " + b"a" * 8_000_000 + b"\r\n\r\n"
+    for _ in range(10):
+        with dial(url_of_broker) as connection:
+            connection.sendall(head)
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 431 ")
 
 
 def test_garbage_gets_a_problem_and_an_end(served):

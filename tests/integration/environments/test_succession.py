@@ -75,3 +75,24 @@ async def test_a_rollout_that_was_begun_in_one_run_gives_the_next_run_no_group(t
             await EnvironmentWorker(env, client).serve()
     assert {group.generation_params["earlier"] for batch in batches for group in batch.groups} == {False}
     assert app.context.broker.state.counters.groups_left_over_total > 0
+
+
+async def test_two_processes_of_one_program_are_two_environments_of_the_run(tokenizer_folder):
+    fake = make_fake()
+    app, client = memory_broker()
+    environments = [make_env(fake, tokenizer_folder, ArithmeticEnv) for _ in range(2)]
+
+    async def begin_once_both_are_there():
+        while len(app.context.broker.state.environments) < 2:  # noqa: ASYNC110 - the broker has no event for it
+            await anyio.sleep(0.01)
+        await train(client, steps=6, batch_size=32, fake=fake)
+
+    with anyio.fail_after(60):
+        async with client, anyio.create_task_group() as group:
+            group.start_soon(begin_once_both_are_there)
+            for env in environments:
+                group.start_soon(EnvironmentWorker(env, client).serve)
+    rows = list(app.context.broker.state.environments)
+    names = [environments[0].registered_name, f"{environments[0].registered_name}_1"]
+    assert [row.name for row in rows] == names
+    assert {env.wandb_prepend for env in environments} == set(names)

@@ -4,9 +4,11 @@ import random
 
 import pytest
 
+from atropos_api.broker import Broker
 from atropos_api.broker.environments import Environments, measure_liveness
-from atropos_api.store.memory import MemoryLedger
-from atropos_api.wire.messages import EnvironmentRequest
+from atropos_api.broker.state import SteadyClock
+from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
+from atropos_api.wire.messages import EnvironmentRequest, RunRequest
 
 TIMEOUT = 60.0
 
@@ -44,3 +46,22 @@ def test_counting_when_something_changes_is_counting_always(seed):
             wanted.largest_size,
             wanted.most_batches_offpolicy,
         )
+
+
+@pytest.mark.parametrize("hours", [-5, 5])
+def test_a_step_of_the_machines_clock_neither_ends_nor_stretches_liveness(hours):
+    wall, monotonic = 1e9, 50.0
+    clock = SteadyClock(lambda: wall, lambda: monotonic)
+    assert clock() == 1e9
+    broker = Broker(MemoryLedger(), MemoryBodyLog(), clock=clock, monotonic=lambda: monotonic)
+    broker.begin_run(RunRequest(name="run", batch_size=8, max_token_length=64, num_steps=0))
+    broker.register_environment(EnvironmentRequest(name="env", group_size=4, max_token_length=64))
+    wall += hours * 3600
+    monotonic += broker.settings.environment_timeout - 1
+    assert len(broker.state.alive_environments()) == 1
+    monotonic += 2
+    assert broker.state.alive_environments() == []
+
+
+def test_a_broker_keeps_such_a_clock_unless_it_is_given_another():
+    assert isinstance(Broker(MemoryLedger(), MemoryBodyLog()).state.clock, SteadyClock)

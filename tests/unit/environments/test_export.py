@@ -80,10 +80,24 @@ def test_a_page_shows_a_groups_prompt_once_and_marks_what_the_model_wrote():
     assert [text.count(word) for word in ("How many?", "Three.", "Sure?")] == [1, 2, 1]
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"tokens": []}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[1]",
+        '{"tokens": []}',
+        '{"scores": [null]}',
+        '{"scores": ["1"]}',
+        '{"scores": [NaN], "tokens": "x"}',
+        '{"scores": [1], "tokens": [[-5]]}',
+        '{"scores": [1, 0], "tokens": [[1], [2]], "masks": [[1]]}',
+        '{"scores": [1, 0], "messages": [[]]}',
+        b'{"scores": [1], "messages": ["\xff"]}',
+    ],
+)
 def test_a_line_that_is_not_a_group_is_named(tmp_path, line):
     path = tmp_path / "groups.jsonl"
-    path.write_text(f'{{"scores": [1]}}\n{line}\n')
+    path.write_bytes(b'{"scores": [1]}\n%b\n' % (line if isinstance(line, bytes) else line.encode()))
     with pytest.raises(GroupsUnreadable, match=r"groups\.jsonl:2"):
         list(read_groups(path))
 
@@ -172,6 +186,36 @@ def test_the_commands_write_read_and_append(group, tokenizer_folder, tmp_path, c
     assert "2 lines" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="file to write is missing"):
         run_dpo(["--groups", str(source)])
+
+
+def test_a_score_that_is_not_finite_is_no_example_and_does_not_end_the_export(
+    group, tokenizer_folder, tmp_path, capsys
+):
+    """The original Atropos writes NaN as Python does."""
+    source, out = tmp_path / "groups.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({**group, "scores": [float("nan"), 1.0, -1.0]}) + "\n")
+    flags = ["--groups", str(source), "--tokenizer", str(tokenizer_folder)]
+    assert run_sft([str(out), *flags]) == 0
+    assert [json.loads(line)["score"] for line in out.read_text().splitlines()] == [1.0]
+    assert run_dpo([str(out), *flags, "--overwrite"]) == 0
+    assert [json.loads(line)["score"] for line in out.read_text().splitlines()] == [2.0]
+    assert "nan" in write_page(source).read_text()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_without_a_fitting_rollout_says_which_flags_would_take_them(group, tokenizer_folder, tmp_path, capsys):
+    source = tmp_path / "groups.jsonl"
+    source.write_text(json.dumps({**group, "scores": [0.0, -1.0, -2.0]}) + "\n")
+    assert run_sft([str(tmp_path / "out"), "--groups", str(source), "--tokenizer", str(tokenizer_folder)]) == 0
+    assert "--allow-negative-scores" in capsys.readouterr().err
+
+
+def test_groups_without_masks_are_refused_in_one_line(tokenizer_folder, tmp_path):
+    source = tmp_path / "groups.jsonl"
+    source.write_text('{"scores": [1, 0], "tokens": [[1], [2]]}\n')
+    for number, command in enumerate((run_sft, run_dpo)):
+        with pytest.raises(ConfigError, match="no tokens or no masks"):
+            command([str(tmp_path / f"out{number}"), "--groups", str(source), "--tokenizer", str(tokenizer_folder)])
 
 
 @pytest.fixture

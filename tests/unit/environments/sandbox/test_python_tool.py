@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -145,3 +147,13 @@ def test_of_an_interpreters_folder_only_its_programs_and_libraries_are_shown(tmp
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     shown = {path for _, path in view_of_this_python().folders if path.startswith(str(tmp_path))}
     assert shown == {str(tmp_path / name) for name in ("bin", "lib", "pyvenv.cfg")}
+
+
+async def test_an_interpreter_below_tmp_leaves_the_working_folder_empty(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as prefix:
+        os.mkdir(f"{prefix}/bin")  # noqa: PTH102 - in an asynchronous test
+        monkeypatch.setattr(sys, "prefix", prefix)
+        tool = PythonTool(require_isolation=False)
+        result = await tool.run(f"import os; os.listdir(), os.path.isdir({prefix + '/bin'!r})")
+        tool.close()
+    assert result.as_text() == "([], True)"

@@ -1,5 +1,7 @@
 """An attempt at an item has a time limit, and what it sends goes whole or not at all."""
 
+import asyncio
+
 import anyio
 import pytest
 
@@ -78,4 +80,72 @@ async def test_what_fails_after_a_delivery_sends_nothing_twice(tmp_path):
     async with Rehearsal(Late, ["x"], tmp_path) as rehearsal:
         collector, sent = await collector_of(rehearsal.env)
         assert await collector.collect(DrawnItem(7)) == 1
+    assert [group.scores for group in sent] == [[7.0, 0.0]]
+
+
+class FromATask(Env):
+    """It hands its group in from a task that outlives the rollout, or from the rollout itself."""
+
+    in_background = True
+    raises = False
+
+    async def collect_trajectories(self, item):
+        self.may_send = anyio.Event()
+
+        async def send():
+            await self.may_send.wait()
+            await self.handle_send_to_api(group, item)
+
+        group, _ = await super().collect_trajectories(item)
+        if self.in_background:
+            self.task = asyncio.ensure_future(send())
+        else:
+            await self.handle_send_to_api(group, item)
+        if self.raises:
+            raise OSError("the tool is down")
+        return None, []
+
+
+async def test_a_group_that_a_task_hands_in_after_its_rollout_is_sent_for_the_run_of_that_rollout(tmp_path):
+    async with Rehearsal(FromATask, ["x"], tmp_path) as rehearsal:
+        collector, sent = await collector_of(rehearsal.env)
+        runs = []
+        collector._delivery._send = lambda group, _, run_id: (sent.append(group), runs.append(run_id))
+        await collector.collect(DrawnItem(7, run_id="run-7"))
+        assert sent == []
+        rehearsal.env.may_send.set()
+        await rehearsal.env.task
+    assert [group.scores for group in sent] == [[7.0, 0.0]]
+    assert runs == ["run-7"]
+
+
+async def test_a_group_that_a_task_hands_in_after_its_rollout_failed_is_dropped_with_the_reason(tmp_path):
+    async with Rehearsal(FromATask, ["x"], tmp_path, rollout_attempts=1) as rehearsal:
+        rehearsal.env.raises = True
+        collector, sent = await collector_of(rehearsal.env)
+        await collector.collect(DrawnItem(7))
+        rehearsal.env.may_send.set()
+        await rehearsal.env.task
+        assert rehearsal.env.dropped_groups.counts == {"failed": 1, "late": 1}
+        assert "by a rollout that had failed before" in rehearsal.env.dropped_groups.explain()
+    assert sent == []
+
+
+async def test_a_group_that_comes_after_the_environment_has_stopped_is_named_in_the_log(tmp_path, caplog):
+    async with Rehearsal(FromATask, ["x"], tmp_path) as rehearsal:
+        collector, sent = await collector_of(rehearsal.env)
+        await collector.collect(DrawnItem(7))
+        collector._delivery.close()
+        rehearsal.env.may_send.set()
+        await rehearsal.env.task
+    assert "a group of item 7 came after the environment had stopped, and is dropped" in caplog.text
+    assert sent == []
+
+
+async def test_a_group_that_collect_trajectories_hands_in_itself_is_sent_though_it_returns_none(tmp_path):
+    async with Rehearsal(FromATask, ["x"], tmp_path) as rehearsal:
+        rehearsal.env.in_background = False
+        collector, sent = await collector_of(rehearsal.env)
+        assert await collector.collect(DrawnItem(7)) == 1
+        assert rehearsal.env.dropped_groups.counts == {}
     assert [group.scores for group in sent] == [[7.0, 0.0]]

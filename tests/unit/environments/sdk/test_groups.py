@@ -5,7 +5,7 @@ import pytest
 
 from atropos_api.wire.columns_groups import encode_submission
 from environments.sdk.config import BaseEnvConfig
-from environments.sdk.groups import GroupRules, group_items, to_wire
+from environments.sdk.groups import GroupRules, as_groups, group_items, to_wire
 from environments.sdk.reporting import EQUAL_SCORES, Rejection
 from environments.sdk.session.tokens_and_masks import SampleLog, SequenceNode
 
@@ -146,3 +146,25 @@ def test_rows_that_are_not_rows_are_left_for_the_broker_to_refuse():
     group.ref_logprobs = [1, 2]
     body = encode_submission(1, [group])
     assert b'"ref_logprobs":[1,2]' in body
+
+
+def test_arrays_are_taken_as_lists():
+    arrays = {"tokens": np.array([[5, 6], [5, 7]]), "masks": [np.array([-100, 6]), np.array([-100, 7])]}
+    logprobs = np.array([[1.0, -0.5], [1.0, -0.25]])
+    group = to_wire({**arrays, "scores": np.array([0.0, 1.0]), "inference_logprobs": logprobs}, SampleLog("train"))
+    assert (group.tokens, group.masks) == ([[5, 6], [5, 7]], [[-100, 6], [-100, 7]])
+    assert (group.scores, group.inference_logprobs) == ([0.0, 1.0], [[1.0, -0.5], [1.0, -0.25]])
+
+
+@pytest.mark.parametrize(
+    ("no_group", "words"),
+    [
+        ({"scores": [1.0]}, "this one has no tokens and no masks"),
+        ({"tokens": [[5]], "masks": [[5]], "scores": [None]}, r"scores\[0\] is None, which is not a number"),
+        (5, "not 5"),
+        ("text", "not 'text'"),
+    ],
+)
+def test_what_is_no_group_is_named(no_group, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        [to_wire(one, SampleLog("train")) for one in as_groups(no_group)]
