@@ -310,16 +310,19 @@ class Launch:
             stop.raise_if_requested()
             rows = feed.poll()  # before failures are judged: what a program has written shows that it was ready
             unready = never_ready(plan, snapshot)
-            for failure in restarts.note_failures(unready, apart=fleet.unsettled, give_up=fleet.give_up):
-                self.notes.append(failure)
-                snapshot.phase = failure
+            failures = restarts.judge_failures(unready, apart=fleet.unsettled)
+            given_up = {found.name: line for found in failures if (line := fleet.give_up(found, restarts)) is not None}
+            restarted = restarts.plan([found for found in failures if found.name not in given_up])
+            for line in (*given_up.values(), *restarted):
+                self.notes.append(line)
+                snapshot.phase = line
                 view.update(snapshot, ())
             for line in fleet.poll(restarts, ready=snapshot.milestones.get(VLLM) is not None):
                 snapshot.phase = line
                 view.update(snapshot, ())
-            for spec, restarted in restarts.due():
+            for spec, number in restarts.due():
                 again = resuming(spec, config, self.run.root, self.started_at)
-                supervisor.start(_told_servers(again, fleet), restarted=restarted)
+                supervisor.start(_told_servers(again, fleet), restarted=number)
             still = {name for name in waiting if name in restarts or supervisor[name].exit_code is None}
             if plan.final_server is not None and TRAINER in waiting - still and still:
                 supervisor.start(_with_version(plan.final_server, snapshot))

@@ -3,8 +3,8 @@
 A run file has sections `trainer: api: vllm: env: openai: teacher:` (or `environments:`, a list), and `modes:`, which
 holds the trainer's settings for single weight bridge modes: full weights and adapters need different rates.
 `modes_on_gpu:` overrides them if vLLM serves from a GPU. On the command line the trainer's flags have no prefix; those
-of the other programs have their section as a prefix (`--env.group_size 8`). Each program checks its own settings; only
-the trainer's and the launcher's are known here.
+of the other programs have their section as a prefix (`--env.group_size 8`). Only the settings of trainer, launcher and
+broker are checked here; inference servers and environments check their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from example_trainer.launcher.placement.settings import (
     read_placement,
     split_section,
 )
-from example_trainer.launcher.run_file_sections import read_sections
+from example_trainer.launcher.run_file_sections import read_sections, refuse_broker_settings
 from example_trainer.launcher.section_flags import PREFIXED_SECTIONS, SectionFlags, split_section_flags
 from example_trainer.launcher.teacher import TEACHER, check_teacher, own_teacher, unused_distillation
 from example_trainer.options.layout import BadLayout, DistributedLayout
@@ -39,6 +39,7 @@ from example_trainer.options.publish import THIS_HOST
 from example_trainer.options.server import below_flags, with_vllm_section
 from example_trainer.options.without_effect import SERVER_FIELDS, settings_without_effect
 from example_trainer.processes.gpus import serves_from_gpu
+from example_trainer.processes.program_log import LARGEST_LOG_BYTES
 from example_trainer.processes.tree import PACKAGE_ROOT
 
 RUN_FILES = PACKAGE_ROOT / "example_trainer" / "configs"
@@ -85,6 +86,11 @@ class RunConfig(TrainingConfig):
         ge=0.0,
         description="Seconds in which the programs may end after a signal to the launcher; the trainer then writes a "
         "checkpoint.",
+    )
+    max_log_mib: int = Field(
+        LARGEST_LOG_BYTES // 2**20,
+        ge=1,
+        description="Size in MiB at which a program's log is moved to NAME.log.1, in place of the one before.",
     )
     placement: PlacementKind = Field(
         "local", description="Where trainer, servers and environments run: on this machine, or on a Ray cluster."
@@ -171,6 +177,7 @@ def read_settings(argv: Sequence[str]) -> RunSettings:
     _, placed = split_section(sections.get(PLACEMENT) or {})
     trainer = {**launchers_own(placed, layout), **trainer}
     config = load_config(RunConfig, own, prog=PROG, description=DESCRIPTION, defaults=trainer)
+    refuse_broker_settings(sections.get("api") or {}, flags["api"].arguments)
     environments, remarks = read_environments(
         sections,
         {name: given.values for name, given in flags.items()},
