@@ -29,7 +29,7 @@ from example_trainer.launcher.placement.settings import (
     read_placement,
     split_section,
 )
-from example_trainer.launcher.run_file_sections import read_sections, refuse_broker_settings
+from example_trainer.launcher.run_file_sections import read_sections
 from example_trainer.launcher.section_flags import PREFIXED_SECTIONS, SectionFlags, split_section_flags
 from example_trainer.launcher.teacher import TEACHER, check_teacher, own_teacher, unused_distillation
 from example_trainer.options.layout import BadLayout, DistributedLayout
@@ -177,7 +177,6 @@ def read_settings(argv: Sequence[str]) -> RunSettings:
     _, placed = split_section(sections.get(PLACEMENT) or {})
     trainer = {**launchers_own(placed, layout), **trainer}
     config = load_config(RunConfig, own, prog=PROG, description=DESCRIPTION, defaults=trainer)
-    refuse_broker_settings(sections.get("api") or {}, flags["api"].arguments)
     environments, remarks = read_environments(
         sections,
         {name: given.values for name, given in flags.items()},

@@ -8,7 +8,7 @@ settings are checked here too, since its program would refuse them only when the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from atropos_api.common.cliconfig import RUN_FILE_SECTIONS, ConfigError, check_keys, load_config, nearest, read_yaml
 from atropos_api.common.secrets import redact
+from example_trainer.launcher.section_flags import SectionFlags
 from example_trainer.launcher.teacher import TEACHER
 from example_trainer.options.modes import MODES
 
@@ -61,8 +62,10 @@ def _refuse_unknown_names(section: str, value: Any, *, where: str) -> None:
                 )
 
 
-def refuse_broker_settings(content: Mapping[str, Any], arguments: Sequence[str]) -> None:
-    """Raise `ConfigError` for values and flags (`--api.port 8002`) that the broker's program would refuse."""
+def refuse_broker_settings(section: Mapping[str, Any], flags: SectionFlags) -> None:
+    """Raise `ConfigError` for settings that the broker's program would refuse; its port is checked with the others."""
+    content = {name: value for name, value in section.items() if name != "port"}
+    arguments = flags.without("port").arguments
     if not content and not arguments:
         return
     # It takes 0.2 s to import, which a launch without such settings saves.
