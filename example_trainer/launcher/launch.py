@@ -23,6 +23,7 @@ from example_trainer.launcher.base_model import (
     discard_other_base,
     local_base,
     refuse_missing_layers,
+    refuse_unknown_task,
     require_model,
     require_on_hub,
 )
@@ -331,7 +332,9 @@ def plan_launch(settings: RunSettings) -> Launch:
     config = settings.trainer
     refuse_unknown(section := settings.section(VLLM), where="vllm:")
     refuse_unknown(config.vllm_settings.keys() - section.keys(), where="--vllm-settings")
+    refuse_unknown_task(config.model_name)
     if (own := own_teacher(settings)) is not None:
+        refuse_unknown_task(own.model_name, MODEL_FLAG)
         refuse_unknown({**own.vllm, **settings.flags[TEACHER_SERVER].values}, where=f"{TEACHER_SERVER}:")
     if "atropos_url" not in config.model_fields_set:
         refuse_broker_settings(settings.sections["api"], settings.flags["api"])

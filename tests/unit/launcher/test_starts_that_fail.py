@@ -84,6 +84,12 @@ def test_a_new_run_among_the_checkpoints_of_another_is_refused(tmp_path: Path) -
     plan_launch(read_settings([*argv, "--resume", "auto"]))
 
 
+def test_a_tiny_model_that_there_is_not_is_reported_with_the_nearest(tmp_path: Path) -> None:
+    told = r"--model-name tiny/chian: .* did you mean chain\? there are tiny/chain and tiny/add"
+    with pytest.raises(ModelNotFound, match=told):
+        plan_launch(read_settings(["--model-name", "tiny/chian", "--run-dir", str(tmp_path / "run")]))
+
+
 def test_a_run_directory_that_is_a_file_or_no_text_and_a_resume_of_no_run_are_reported(occupied: Path) -> None:
     with pytest.raises(DirectoryUnusable, match=rf"--run-dir {occupied}: cannot be written \(File exists\)"):
         plan_launch(read_settings(["--model-name", "org/model", "--run-dir", str(occupied)]))
