@@ -27,7 +27,20 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"unknown option {flags[0]}{nearest(flags[0], (PRICE_FLAG, HTML_FLAG))}")
     if not rest:
         raise ConfigError("atropos report takes directories of runs; got none")
-    roots = list(map(Path, rest))
+    try:
+        report(list(map(Path, rest)), page, cost_per_hour)
+    except OSError as error:
+        if error.filename is None:  # of the output, not of a file
+            raise
+        raise ConfigError(
+            f"{Path(error.filename).parent}: cannot be used ({error.strerror}); the report's file is that of {HTML_FLAG}, "
+            "and its pictures and pages are written into the run's directory: take a copy of one that you may only read"
+        ) from error
+    return 0
+
+
+def report(roots: Sequence[Path], page: Path | None, cost_per_hour: float | None) -> None:
+    """Show one run, or compare several."""
     if len(roots) == 1:
         show(read_run(roots[0], cost_per_hour=cost_per_hour), page)
     else:
@@ -36,7 +49,6 @@ def run(arguments: Sequence[str]) -> int:
             read_run(root, label=label, cost_per_hour=cost_per_hour) for root, label in zip(roots, labels, strict=True)
         ]
         compare(found, page)
-    return 0
 
 
 def show(record: RunRecord, page: Path | None) -> None:
