@@ -33,8 +33,8 @@ def run(arguments: Sequence[str]) -> int:
         if error.filename is None:  # of the output, not of a file
             raise
         raise ConfigError(
-            f"{Path(error.filename).parent}: cannot be used ({error.strerror}); the report's file is that of {HTML_FLAG}, "
-            "and its pictures and pages are written into the run's directory: take a copy of one that you may only read"
+            f"{Path(error.filename).parent}: cannot be used ({error.strerror}); {HTML_FLAG} names the report's file; "
+            "picture and pages are written into the run's directory, so take a copy of one that you may only read"
         ) from error
     return 0
 
