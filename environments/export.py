@@ -203,7 +203,7 @@ def _load_tokenizer(options: ExportOptions) -> Any:
         )
     from environments.sdk.tokenizer import load_tokenizer
 
-    return load_tokenizer(options.tokenizer)
+    return load_tokenizer(options.tokenizer, flag="--tokenizer")
 
 
 def _groups(options: ExportOptions) -> Generator[dict[str, Any], None, None]:

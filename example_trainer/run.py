@@ -67,7 +67,7 @@ def carry_out(launch: Launch, argv: Sequence[str]) -> int:
     """Run the launch and print its summary, or the error that ended it with the command that goes on from there."""
     from rich.console import Console
 
-    from example_trainer.launcher.launch import Interrupted
+    from example_trainer.launcher.stop_request import Interrupted
     from example_trainer.launcher.summary import as_table
     from example_trainer.processes.child import ChildFailed
 
@@ -105,12 +105,13 @@ def resume_command(argv: Sequence[str], launch: Launch) -> str:
 
 def places_of(launch: Launch) -> list[str]:
     """Return the last lines of a run's output: its paths on disk and suggested next commands."""
+    root = shlex.quote(str(launch.run.root))
     return [
         f"run directory: {launch.run.root}",
         *([f"picture: {launch.run.plot}"] if launch.run.plot.exists() else []),
         *launch.pages,
-        f"next: atropos report {launch.run.root} shows this again",
-        f"next: atropos view {launch.run.root} opens its page: curves, and answers token by token, the worst first",
+        f"next: atropos report {root} shows this again",
+        f"next: atropos view {root} opens its page: curves, and answers token by token, the worst first",
         "next: atropos env init NAME begins an environment of your own (docs/howto/your-own-environment.md)",
     ]
 

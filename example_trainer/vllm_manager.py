@@ -35,7 +35,7 @@ import psutil
 from example_trainer.errors import CannotServe, ServerExited, ServerRefused, ServerUnavailable
 from example_trainer.options.server import as_arguments, server_settings
 from example_trainer.options.training_options import TrainingOptions
-from example_trainer.processes.child import STOP_SECONDS, ServerProcess, last_lines, reason, spawn
+from example_trainer.processes.child import STOP_SECONDS, ServerProcess, spawn
 from example_trainer.processes.cleanup import SharedMemoryLedger
 from example_trainer.processes.gpus import gpu_names, has_room, holds_gpu_memory
 from example_trainer.processes.ports import (
@@ -45,6 +45,7 @@ from example_trainer.processes.ports import (
     as_inherited,
     listen,
 )
+from example_trainer.processes.program_log import last_lines, reason
 from example_trainer.processes.tree import wait_until
 from example_trainer.weight_protocol.client import NotYet, ServerClient, ServerInfo, wait_for
 

@@ -95,6 +95,13 @@ def load_config_with_rest(
         raise
 
 
+def refuse_unknown_option(model: type[BaseModel], arguments: Iterable[str]) -> None:
+    """Raise `ConfigError` for the first of these arguments, none of which is the model's, that looks like an option."""
+    for argument in arguments:
+        if argument.startswith("-"):
+            _refuse_unknown(argument, list_options(model))
+
+
 def read_config_file(
     model: type[BaseModel], path: str, *, section: str | None = None, adapt: Adapt | None = None
 ) -> dict[str, Any]:

@@ -173,7 +173,7 @@ class TokenSource:
         self.file = file
         self._flag = flag
         if token and not _is_token(token):
-            raise TokenUnreadable(f"{flag[: -len('-file')]}: not a token; {_FORM}")
+            raise TokenUnreadable(f"{self.origin}: not a token; {_FORM}")
         self.value = token if file is None else read_token_file(file, flag=flag)
 
     @classmethod
@@ -195,6 +195,11 @@ class TokenSource:
             return cls(value, flag=f"${variable}-file")
         named = environ.get(f"{variable}_FILE")
         return cls(file=Path(named), flag=f"${variable}_FILE") if named else cls()
+
+    @property
+    def origin(self) -> str:
+        """The option, or the variable with a dollar sign, that gave the token itself."""
+        return self._flag.removesuffix("-file")
 
     def reload(self) -> bool:
         """Read the file again; return True if it now holds another token."""

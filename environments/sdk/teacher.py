@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import anyio
@@ -98,7 +99,8 @@ class TeacherMixin(BaseEnv):
         """
         if name in {"", "none", self.config.tokenizer_name}:
             return
-        teachers = await run_blocking(lambda: load_tokenizer(name), about=f"the teacher's tokenizer {name}")
+        load = partial(load_tokenizer, name, flag="--teacher.tokenizer_name")
+        teachers = await run_blocking(load, about=f"the teacher's tokenizer {name}")
         if vocabulary_of(teachers) != vocabulary_of(self.tokenizer):
             raise TokenizerMismatch(
                 f"Cross-tokenizer distillation is not supported: the vocabulary of {name} (--teacher.tokenizer_name) "

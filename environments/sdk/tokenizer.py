@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-def load_tokenizer(name: str) -> Any:
-    """Load a tokenizer by folder or Hugging Face name; local folders get a `FastTokenizer`."""
+def load_tokenizer(name: str, *, flag: str = "--env.tokenizer_name") -> Any:
+    """Load a tokenizer by folder or Hugging Face name; local folders get a `FastTokenizer`. Errors name the flag."""
     folder = Path(name)
     if (folder / "tokenizer.json").is_file():
         return FastTokenizer(folder)
-    return load_transformers_tokenizer(name)
+    return load_transformers_tokenizer(name, flag=flag)
 
 
-def load_transformers_tokenizer(name: str) -> Any:
+def load_transformers_tokenizer(name: str, *, flag: str = "--env.tokenizer_name") -> Any:
     if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
-        raise TokenizerUnavailable(f"tokenizer {name!r}: no such folder; set --env.tokenizer_name to a model's folder")
+        raise TokenizerUnavailable(f"tokenizer {name!r}: no such folder; set {flag} to a model's folder")
     from transformers import AutoTokenizer
 
     try:
@@ -46,7 +46,7 @@ def load_transformers_tokenizer(name: str) -> Any:
     except Exception as error:  # files, hub and packages of custom tokenizers may raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise TokenizerUnavailable(
-            f"tokenizer {name!r} cannot be loaded ({reason}); set --env.tokenizer_name to a model's name or folder"
+            f"tokenizer {name!r} cannot be loaded ({reason}); set {flag} to a model's name or folder"
         ) from error
 
 

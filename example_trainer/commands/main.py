@@ -91,7 +91,7 @@ def run(argv: list[str]) -> int:
 
 def _usage() -> str:
     lines = "".join(f"  {name:8} {verb.text}\n" for name, verb in VERBS.items())
-    programs = "The programs themselves: run-api, atropos-grpo, atropos-grpo-run."
+    programs = "The programs themselves: run-api, atropos-grpo, atropos-grpo-run, atropos-sft."
     return f"usage: atropos VERB [arguments]\n\n{lines}\n{programs}\n"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.cliconfig import ConfigError, nearest
 from example_trainer.launcher.comparison import as_rows, as_table, differing_settings, label_runs, settings_of
 from example_trainer.launcher.run_report import REPORT_NAME, RunRecord, read_run, write_report
 from example_trainer.launcher.summary import as_table as summary_table
@@ -23,9 +23,24 @@ def run(arguments: Sequence[str]) -> int:
     rest, cost_per_hour = take_price(arguments)
     rest, page = take_page(rest)
     flags = [word for word in rest if word.startswith("-")]
-    if not rest or flags:
-        raise ConfigError(f"atropos report takes directories of runs; got {flags[0] if flags else 'none'}")
-    roots = list(map(Path, rest))
+    if flags:
+        raise ConfigError(f"unknown option {flags[0]}{nearest(flags[0], (PRICE_FLAG, HTML_FLAG))}")
+    if not rest:
+        raise ConfigError("atropos report takes directories of runs; got none")
+    try:
+        report(list(map(Path, rest)), page, cost_per_hour)
+    except OSError as error:
+        if error.filename is None:  # of the output, not of a file
+            raise
+        raise ConfigError(
+            f"{Path(error.filename).parent}: cannot be used ({error.strerror}); {HTML_FLAG} names the report's file; "
+            "picture and pages are written into the run's directory, so take a copy of one that you may only read"
+        ) from error
+    return 0
+
+
+def report(roots: Sequence[Path], page: Path | None, cost_per_hour: float | None) -> None:
+    """Show one run, or compare several."""
     if len(roots) == 1:
         show(read_run(roots[0], cost_per_hour=cost_per_hour), page)
     else:
@@ -34,7 +49,6 @@ def run(arguments: Sequence[str]) -> int:
             read_run(root, label=label, cost_per_hour=cost_per_hour) for root, label in zip(roots, labels, strict=True)
         ]
         compare(found, page)
-    return 0
 
 
 def show(record: RunRecord, page: Path | None) -> None:

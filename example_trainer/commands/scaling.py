@@ -16,7 +16,7 @@ from typing import IO, Final, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from atropos_api.client import BrokerClient
-from atropos_api.common.cliconfig import ConfigError, load_config_with_rest
+from atropos_api.common.cliconfig import ConfigError, load_config_with_rest, refuse_unknown_option
 from atropos_api.common.identity import Address
 from atropos_api.common.secrets import SECRET, TokenSource
 from atropos_api.wire import Fleet, FleetSet, InferenceServer, ServerSet
@@ -149,7 +149,8 @@ def _read(
 ) -> tuple[OptionsT, str]:
     """Return the options, and the one operand."""
     options, rest = load_config_with_rest(model, argv, prog=prog, description=description)
-    if len(rest) != 1 or rest[0].startswith("-"):
+    refuse_unknown_option(model, rest)
+    if len(rest) != 1:
         given = " ".join(rest) or "nothing"
         raise ConfigError(f"{prog} takes {expected} and its options (--help lists them); got {given}")
     return options, rest[0]

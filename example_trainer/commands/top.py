@@ -26,7 +26,7 @@ from rich.text import Text
 
 from atropos_api.client import BrokerUnreachable, ServerEvent, watch_events
 from atropos_api.client.events import count_drops, explain_drops, explain_wait
-from atropos_api.common.cliconfig import ConfigError, load_config
+from atropos_api.common.cliconfig import ConfigError, load_config, refuse_unknown_option
 from atropos_api.common.identity import require_address
 from atropos_api.common.option_flags import list_options
 from atropos_api.common.secrets import SECRET, TokenSource
@@ -300,6 +300,8 @@ def take_url(arguments: Sequence[str]) -> tuple[str, list[str]]:
     values = set(_places_of_values(arguments))
     places = [index for index, argument in enumerate(arguments) if not argument.startswith("-") and index not in values]
     if len(places) != 1:
+        known = {flag for option in list_options(TopConfig) for flag in option.flags}
+        refuse_unknown_option(TopConfig, [word for word in arguments if word.partition("=")[0] not in known])
         raise ConfigError(f"atropos top takes one URL, such as http://127.0.0.1:8000; got {len(places)}")
     given = arguments[places[0]]
     rest = [argument for index, argument in enumerate(arguments) if index != places[0]]

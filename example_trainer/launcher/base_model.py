@@ -12,7 +12,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from atropos_api.common.cliconfig import nearest
 from atropos_api.common.files import expand_home
+from environments.tasks.arithmetic import TASK_NAMES
 from example_trainer.errors import ModelNotFound
 from example_trainer.memory.shapes import local_shape
 from example_trainer.options.layer_indices import TRAIN_FLAG, parse_layer_indices
@@ -50,6 +52,17 @@ def local_base(model_name: str) -> LocalBase | None:
     if match is None or Path(model_name).exists():
         return None
     return LocalBase(task=match[1], seed=int(match[2] or 0))
+
+
+def refuse_unknown_task(model_name: str, flag: str = "--model-name") -> None:
+    """Raise `ModelNotFound` for a tiny model of a task that there is not."""
+    base = local_base(model_name)
+    if base is not None and base.task not in TASK_NAMES:
+        known = " and ".join(f"tiny/{task}" for task in TASK_NAMES)
+        proposal = nearest(base.task, TASK_NAMES) or ";"
+        raise ModelNotFound(
+            f"{flag} {model_name}: no tiny model has the task {base.task!r}{proposal} there are {known}"
+        )
 
 
 def discard_other_base(run_dir: Path, model: str, dtype: str) -> None:

@@ -2,9 +2,9 @@
 
 The launcher reports on its servers to the broker each second and learns how many are wanted. It starts servers, or has
 the newest ones drained: such a server takes no new request, ends those that it has, and exits; only then are its port
-and its memory free. A server that drains is never started again by the launcher. A server that was added and
-fails before it has ever answered lowers the wanted number instead of ending the run, and so does one that no restart
-can mend while others serve.
+and its memory free. A server that drains is never started again by the launcher, but the last one is replaced: a run
+without a server would wait for one. A server that was added and fails before it has ever answered lowers the wanted
+number instead of ending the run, and so does one that no restart can mend while others serve.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from atropos_api.common.errors import AtroposError
 from atropos_api.wire import FleetLease, FleetReport, InferenceServer, ServerSet
 from example_trainer.launcher.fleet_plan import FleetLimits, FleetRecord, server_id
 from example_trainer.launcher.plan import Plan, server_name
-from example_trainer.launcher.restarts import Restarts
+from example_trainer.launcher.restarts import Failure, Restarts
 from example_trainer.launcher.run_dir import RunDir, reporting_flag, write_yaml
 from example_trainer.launcher.run_file import RunSettings
 from example_trainer.launcher.supervisor import Supervisor, describe_end
@@ -60,7 +60,7 @@ class _Server:
     index: int
     server_id: str
     answered: bool
-    """True once it has loaded its model, and for the servers that the run started with."""
+    """True once it has loaded its model, and for the servers without which the run cannot go on."""
     drains: bool = False
     port: ExitStack = field(default_factory=ExitStack)
     """Keeps the port of a server that was added from other programs."""
@@ -149,20 +149,22 @@ class Fleet:
             logger.debug("the fleet is as it was: %s", error)
         return lines
 
-    def give_up(self, child: SupervisedProgram, why: str) -> str | None:
+    def give_up(self, failure: Failure, restarts: Restarts) -> str | None:
         """Go on without a server that no restart can mend; return None if it is no server, or the last that serves."""
-        server = next((server for server in self._staying() if server.name == child.name), None)
-        if server is None or self._limits.fixed:
+        server = next((server for server in self._staying() if server.name == failure.name), None)
+        if server is None or self._limits.fixed or failure.final_cause is None:
             return None
+        child, why = failure.child, failure.final_cause
         with suppress(AtroposError):
             self._read_states()  # those of the last poll are up to a second old: the others may serve only since then
         if not any(other is not server and self._serves(other) for other in self._staying()):
             return None
         how = f"it {describe_end(child)}{f' ({why})' if why else ''}"
         try:
-            self._aim_at(max(0, self._record.wanted - 1))
+            self._want_one_fewer()
         except AtroposError:  # a full disk: the next launch of the run would not know
             return None
+        restarts.cancel(server.name)
         self._forget(server)
         self._note = (
             f"{server.name} is given up, and the run goes on with the other servers: {how}; see {child.log_path}"
@@ -222,6 +224,14 @@ class Fleet:
             record.write(self._run)
         self._record = record
 
+    @property
+    def _replacement(self) -> str:
+        """The end of a line about a server that leaves: the last one is replaced."""
+        return "" if self._staying() else "; it was the last one, and another takes its place"
+
+    def _want_one_fewer(self) -> None:
+        self._aim_at(max(self._limits.least, self._record.wanted - 1))
+
     def _staying(self) -> list[_Server]:
         return [server for server in self._servers.values() if not server.drains]
 
@@ -231,9 +241,9 @@ class Fleet:
             state = states.get(server.server_id)
             server.answered = server.answered or state in LOADED
             if state == "draining" and not server.drains:
-                self._aim_at(max(0, self._record.wanted - 1))
+                self._want_one_fewer()
                 server.drains = True
-                yield f"{server.name} drains"
+                yield f"{server.name} drains{self._replacement}"
 
     def _note_ends(self) -> Iterator[str]:
         """Forget the servers that have drained, and those that were added and did not start."""
@@ -246,25 +256,29 @@ class Fleet:
                 continue
             how = describe_end(child)
             if not server.drains:
-                self._aim_at(max(0, self._record.wanted - 1))
+                self._want_one_fewer()
             self._forget(server)
-            if server.drains or code == 0:
+            if server.drains:
                 yield f"{server.name} has left{'' if code == 0 else f': it {how}'}"
+            elif code == 0:
+                yield f"{server.name} has left{self._replacement}"
             else:
                 self._note = f"{server.name} did not start: it {how}; see {child.log_path}"
                 yield self._note
 
     def _add_missing(self) -> Iterator[str]:
-        while len(self._staying()) < self._record.wanted:
+        """Start the servers that are missing; where there is no room for more, one waits until another has left."""
+        while len(self._staying()) < self._record.wanted and len(self._servers) < self._limits.most:
             index = next(index for index in range(len(self._servers) + 1) if index not in self._servers)
-            server = self._make(index, answered=False)
+            server = self._make(index, answered=not self._staying())
             try:
                 spec = self._plan_server(server)
             except AtroposError as error:  # no GPU for it, no free port, no place for its settings
                 server.port.close()
-                self._note = str(error)
-                self._aim_at(len(self._staying()))
-                yield f"no server can be added: {error}"
+                before, self._note = self._note, str(error)
+                self._aim_at(max(self._limits.least, len(self._staying())))
+                if self._note != before:  # without a server it is tried again each second
+                    yield f"no server can be added: {error}"
                 return
             self._servers[index] = server
             self._supervisor.start(spec)

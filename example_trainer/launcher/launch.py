@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
@@ -19,13 +17,13 @@ from atropos_api.client import BrokerClient
 from atropos_api.common import metric_names
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.secrets import public_settings
-from example_trainer.errors import TrainerError
 from example_trainer.launcher.base_model import (
     BASE_MODEL,
     LocalBase,
     discard_other_base,
     local_base,
     refuse_missing_layers,
+    refuse_unknown_task,
     require_model,
     require_on_hub,
 )
@@ -67,8 +65,10 @@ from example_trainer.launcher.run_dir import (
     write_yaml,
 )
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings
+from example_trainer.launcher.run_file_sections import refuse_broker_settings
 from example_trainer.launcher.run_lock import locked
 from example_trainer.launcher.run_report import report_line
+from example_trainer.launcher.stop_request import Interrupted, StopRequest
 from example_trainer.launcher.summary import Summary, summarise, write_rollout_pages
 from example_trainer.launcher.supervisor import Supervisor
 from example_trainer.launcher.teacher import MODEL_FLAG, TEACHER, TEACHER_SERVER, own_teacher
@@ -87,46 +87,6 @@ CACHE_LOOKUP_SECONDS = 2.0
 TRAINER_LAG_SECONDS = 120.0
 SETTLED_HERE = ("model_name", "atropos_url", "vllm_port", "inference_urls")
 """Settings of the trainer whose values the launcher determines."""
-
-
-class Interrupted(TrainerError):
-    """Raised when a signal has asked the launch to stop."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
-
-
-@dataclass(slots=True)
-class StopRequest:
-    """Remembers the first signal that asks the launch to stop; `raise_if_requested` is called between checks."""
-
-    number: int | None = None
-
-    @classmethod
-    @contextlib.contextmanager
-    def listening(cls) -> Iterator[StopRequest]:
-        """Handle SIGINT, SIGTERM and SIGHUP while the block runs, then restore the previous handlers.
-
-        A SIGHUP that was ignored stays so: `nohup` asks for a run that outlives its terminal.
-        """
-        request = cls()
-        outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        numbers = [signal.SIGINT, signal.SIGTERM, *([] if outlives_terminal else [signal.SIGHUP])]
-        before = {number: signal.signal(number, request.note) for number in numbers}
-        try:
-            yield request
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the form of a signal handler
-        if self.number is None:
-            self.number = number
-
-    def raise_if_requested(self) -> None:
-        if self.number is not None:
-            raise Interrupted(self.number)
 
 
 @dataclass(slots=True)
@@ -310,16 +270,19 @@ class Launch:
             stop.raise_if_requested()
             rows = feed.poll()  # before failures are judged: what a program has written shows that it was ready
             unready = never_ready(plan, snapshot)
-            for failure in restarts.note_failures(unready, apart=fleet.unsettled, give_up=fleet.give_up):
-                self.notes.append(failure)
-                snapshot.phase = failure
+            failures = restarts.judge_failures(unready, apart=fleet.unsettled)
+            given_up = {found.name: line for found in failures if (line := fleet.give_up(found, restarts)) is not None}
+            restarted = restarts.plan([found for found in failures if found.name not in given_up])
+            for line in (*given_up.values(), *restarted):
+                self.notes.append(line)
+                snapshot.phase = line
                 view.update(snapshot, ())
             for line in fleet.poll(restarts, ready=snapshot.milestones.get(VLLM) is not None):
                 snapshot.phase = line
                 view.update(snapshot, ())
-            for spec, restarted in restarts.due():
+            for spec, number in restarts.due():
                 again = resuming(spec, config, self.run.root, self.started_at)
-                supervisor.start(_told_servers(again, fleet), restarted=restarted)
+                supervisor.start(_told_servers(again, fleet), restarted=number)
             still = {name for name in waiting if name in restarts or supervisor[name].exit_code is None}
             if plan.final_server is not None and TRAINER in waiting - still and still:
                 supervisor.start(_with_version(plan.final_server, snapshot))
@@ -369,14 +332,20 @@ def plan_launch(settings: RunSettings) -> Launch:
     config = settings.trainer
     refuse_unknown(section := settings.section(VLLM), where="vllm:")
     refuse_unknown(config.vllm_settings.keys() - section.keys(), where="--vllm-settings")
+    refuse_unknown_task(config.model_name)
     if (own := own_teacher(settings)) is not None:
+        refuse_unknown_task(own.model_name, MODEL_FLAG)
         refuse_unknown({**own.vllm, **settings.flags[TEACHER_SERVER].values}, where=f"{TEACHER_SERVER}:")
+    if "atropos_url" not in config.model_fields_set:
+        refuse_broker_settings(settings.sections["api"], settings.flags["api"])
     if settings.placement.is_ray:
         check_fits(settings)
         passed_variables(settings.placement, os.environ)  # which refuses one that is not set
     refuse_missing_layers(config)
     if config.resume not in {None, "auto"} and not Path(config.resume).exists():
         raise ConfigError(f"--resume {config.resume}: no such directory; name a checkpoint-N directory, or auto")
+    if config.resume == "auto" and config.run_dir is None and config.save_path is None:
+        raise ConfigError("--resume auto: a new run directory holds no run; name that of the run with --run-dir")
     if "atropos_url" not in config.model_fields_set:  # else other environments may fill a batch
         require_fillable(settings.environments, settings.flags["env"].values, config.sequences_per_batch)
     run = plan_run_dir(config.run_dir, name=config.name, log_dir=config.log_dir, resume=config.resume is not None)

@@ -446,4 +446,5 @@ class _Builder:
         return str(path)
 
     def _child(self, name: str, command: tuple[str, ...], *, settings: str | None = None, **rest: Any) -> ChildSpec:
-        return ChildSpec(name=name, command=command, secret_settings=self.secret_settings[settings or name], **rest)
+        secret, log_bytes = self.secret_settings[settings or name], self.settings.trainer.max_log_mib * 2**20
+        return ChildSpec(name=name, command=command, secret_settings=secret, largest_log_bytes=log_bytes, **rest)

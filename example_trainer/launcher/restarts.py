@@ -12,7 +12,7 @@ import re
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from atropos_api.common.control_groups import count_kernel_kills
 from example_trainer.launcher.plan import LATEST_CHECKPOINT, TRAINER
 from example_trainer.launcher.run_file import RunConfig
 from example_trainer.launcher.supervisor import EXPLAINED_IN_ONE_LINE, FAILURE_GRACE_SECONDS, Supervisor, describe_end
-from example_trainer.processes.child import ChildSpec, SupervisedProgram, reason
+from example_trainer.processes.child import ChildSpec, SupervisedProgram
+from example_trainer.processes.program_log import reason
 
 SAME_FAILURES = 3
 RESUME_FLAG = "--resume"
@@ -34,10 +35,6 @@ _LACKS_MEMORY = re.compile(
 )
 _SIGNALS_OF_CHANCE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals that come from outside: they say nothing about the program."""
-
-
-GiveUp = Callable[[SupervisedProgram, str], str | None]
-"""Ends a program that no restart can mend, for this reason, if the run can go on without it: it then returns a line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +55,19 @@ class _History:
     """The error line of the last failure; empty if it had none."""
     equal: int = 0
     """Number of failures in a row with that error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """A failed program, and the reason why no restart can mend it."""
+
+    child: SupervisedProgram
+    final_cause: str | None
+    """None if a restart can mend it; empty if the program's log says why none can."""
+
+    @property
+    def name(self) -> str:
+        return self.child.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,36 +103,30 @@ class Restarts:
         return name in self._pending
 
     def cancel(self, name: str) -> None:
-        """Do not start a program again, if its restart is planned."""
+        """Do not start a program again, and forget its failures: a later one of this name is another program."""
         self._pending.pop(name, None)
+        self._histories.pop(name, None)
 
-    def note_failures(
-        self,
-        never_ready: Collection[str],
-        *,
-        apart: Collection[str] = (),
-        give_up: GiveUp = lambda _child, _why: None,
-    ) -> list[str]:
-        """End what is left of each failed program and plan its restart; return a line for each.
+    def judge_failures(self, never_ready: Collection[str], *, apart: Collection[str] = ()) -> list[Failure]:
+        """Return the programs that have failed since the last call; each failure counts towards the budget.
 
-        Raises `ChildFailed` if a restart cannot mend one of the failures, unless `give_up` goes on without the program.
         `never_ready` names the programs that have not been ready yet: if one of these exits by itself, its settings do
         not work. Those in `apart` may fail.
         """
         failed = [child for child in self._supervisor.failed() if child.name not in apart]
         if failed or self._clock() - self._counted_at >= COUNT_INTERVAL_SECONDS:
             self._count_kernel_kills()
-        lines = []
-        for child in failed:
-            final = self._final_cause(child, never_ready)
-            if final is None:
-                lines.append(self._plan_restart(child))
-            elif (line := give_up(child, final)) is not None:
-                self._histories.pop(child.name, None)  # a program that is asked for later under this name is another
-                lines.append(line)
-            else:
-                raise self._supervisor.failure(failed, note=final)
-        return lines
+        return [Failure(child=child, final_cause=self._final_cause(child, never_ready)) for child in failed]
+
+    def plan(self, failures: Sequence[Failure]) -> list[str]:
+        """End what is left of each failed program and plan its restart; return a line for each.
+
+        Raises `ChildFailed` if a restart cannot mend one of the failures.
+        """
+        for failure in failures:
+            if failure.final_cause is not None:
+                raise self._supervisor.failure([each.child for each in failures], note=failure.final_cause)
+        return [self._plan_restart(failure.child) for failure in failures]
 
     def due(self) -> list[tuple[ChildSpec, int]]:
         """Return the programs whose pause has ended, each with its number of restarts so far; each is returned once."""

@@ -182,6 +182,8 @@ def _plan_run_dir(root: Path | None, *, name: str, log_dir: Path | None, resume:
         settled = next(path for path in _numbered(by_time) if not path.exists())
     else:
         settled = root.absolute()
+        if settled.exists() and not settled.is_dir():
+            raise DirectoryUnusable(f"--run-dir {settled}: cannot be written (File exists); name another directory")
         refuse_other_run(settled, resumes=resume)
     log_root = log_dir.absolute() if log_dir else settled / "logs"
     attempt = _next_attempt(log_root)

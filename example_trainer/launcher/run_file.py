@@ -3,8 +3,8 @@
 A run file has sections `trainer: api: vllm: env: openai: teacher:` (or `environments:`, a list), and `modes:`, which
 holds the trainer's settings for single weight bridge modes: full weights and adapters need different rates.
 `modes_on_gpu:` overrides them if vLLM serves from a GPU. On the command line the trainer's flags have no prefix; those
-of the other programs have their section as a prefix (`--env.group_size 8`). Each program checks its own settings; only
-the trainer's and the launcher's are known here.
+of the other programs have their section as a prefix (`--env.group_size 8`). Only the settings of trainer, launcher and
+broker are checked here; inference servers and environments check their own.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from example_trainer.options.publish import THIS_HOST
 from example_trainer.options.server import below_flags, with_vllm_section
 from example_trainer.options.without_effect import SERVER_FIELDS, settings_without_effect
 from example_trainer.processes.gpus import serves_from_gpu
+from example_trainer.processes.program_log import LARGEST_LOG_BYTES
 from example_trainer.processes.tree import PACKAGE_ROOT
 
 RUN_FILES = PACKAGE_ROOT / "example_trainer" / "configs"
@@ -85,6 +86,11 @@ class RunConfig(TrainingConfig):
         ge=0.0,
         description="Seconds in which the programs may end after a signal to the launcher; the trainer then writes a "
         "checkpoint.",
+    )
+    max_log_mib: int = Field(
+        LARGEST_LOG_BYTES // 2**20,
+        ge=1,
+        description="Size in MiB at which a program's log is moved to NAME.log.1, in place of the one before.",
     )
     placement: PlacementKind = Field(
         "local", description="Where trainer, servers and environments run: on this machine, or on a Ray cluster."

@@ -1,7 +1,8 @@
 """Reads the sections of a run file other than the trainer's, and refuses what has the wrong form or name.
 
 The settings inside a section are the business of the program that it is for. Names that no program would see are
-checked here: those of sections, of the keys of an entry of `environments:`, and of the modes of `modes:`.
+checked here: those of sections, of the keys of an entry of `environments:`, and of the modes of `modes:`. The broker's
+settings are checked here too, since its program would refuse them only when the run has begun.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from atropos_api.common.cliconfig import RUN_FILE_SECTIONS, ConfigError, nearest, read_yaml
+from pydantic import BaseModel, ConfigDict
+
+from atropos_api.common.cliconfig import RUN_FILE_SECTIONS, ConfigError, check_keys, load_config, nearest, read_yaml
 from atropos_api.common.secrets import redact
+from example_trainer.launcher.section_flags import SectionFlags
 from example_trainer.launcher.teacher import TEACHER
 from example_trainer.options.modes import MODES
 
@@ -37,7 +41,13 @@ def read_sections(path: str) -> dict[str, Any]:
 
 
 def _refuse_unknown_names(section: str, value: Any, *, where: str) -> None:
-    """Raise `ConfigError` for a mode that does not exist, and for a key of an environment's entry that nobody reads."""
+    """Raise `ConfigError` for a mode or a setting of the broker that does not exist, and for a key of an environment's
+    entry that nobody reads.
+    """
+    if section == "api" and value:
+        from atropos_api.config import BrokerConfig
+
+        check_keys(BrokerConfig, value, where=where)
     if section in {"modes", "modes_on_gpu"}:
         for name in value or {}:
             if name not in MODES:
@@ -50,6 +60,23 @@ def _refuse_unknown_names(section: str, value: Any, *, where: str) -> None:
                     f"{where}: unknown key {name!r} in entry {number}{nearest(str(name), ENTRY_KEYS)} ({known}); "
                     "settings of the environment belong under env"
                 )
+
+
+def refuse_broker_settings(section: Mapping[str, Any], flags: SectionFlags) -> None:
+    """Raise `ConfigError` for settings that the broker's program would refuse; its port is checked with the others."""
+    content = {name: value for name, value in section.items() if name != "port"}
+    arguments = flags.without("port").arguments
+    if not content and not arguments:
+        return
+    # It takes 0.2 s to import, which a launch without such settings saves.
+    from atropos_api.config import BrokerConfig
+
+    class BrokerSection(BaseModel):
+        model_config = ConfigDict(extra="forbid")
+
+        api: BrokerConfig
+
+    load_config(BrokerSection, arguments, prog="run-api", description="", defaults={"api": content})
 
 
 def _is_mapping(value: Any) -> bool:

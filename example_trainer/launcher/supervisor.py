@@ -24,17 +24,16 @@ import psutil
 
 from example_trainer.launcher.run_dir import write_yaml
 from example_trainer.processes.child import (
-    SHOWN_LINES,
     Child,
     ChildFailed,
     ChildSpec,
     Descendant,
     LostProcess,
     SupervisedProgram,
-    reason,
     spawn,
 )
 from example_trainer.processes.cleanup import Guardian, SharedMemoryLedger
+from example_trainer.processes.program_log import SHOWN_LINES, limit_size, reason
 from example_trainer.processes.tree import (
     MARK_VARIABLE,
     children_by_parent,
@@ -213,11 +212,15 @@ class Supervisor:
         return {**own, **spec.environment}
 
     def _observe(self, now: float) -> None:
-        """Look at the children's own processes: note new ones, and record the loss of those that have ended."""
+        """Look at the children's own processes: note new ones, and record the loss of those that have ended.
+
+        Logs that have become too large are shortened.
+        """
         table = children_by_parent()
         self._reap(table)
         for child in self:
             self._observe_descendants(child, table, now)
+            limit_size(child.log_path, child.spec.largest_log_bytes)
 
     def _observe_descendants(self, child: Child, table: dict[int, list[int]], now: float) -> None:
         size_before = len(child.descendants)

@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.cliconfig import ConfigError, nearest
 
 if TYPE_CHECKING:
     from example_trainer.launcher.run_file import RunConfig, RunSettings
 
 TEACHER, TEACHER_SERVER = "teacher", "teacher.vllm"
 LAUNCHERS_OWN = ("gpu", "vllm")
+REACHED_BY = ("base_url", "model_name")
+"""The settings of which one tells how the teacher is reached."""
 MODEL_FLAG = "--teacher.model_name"
 
 
@@ -82,9 +84,11 @@ def check_teacher(settings: RunSettings) -> None:
             f"teacher.{what}: the launcher starts no teacher, because teacher.base_url {given['base_url']} names one; "
             "leave one of the two out"
         )
-    if given and not {"base_url", "model_name"} & {*given}:
+    if given and not {*REACHED_BY} & {*given}:
+        misspelt = (f" ({TEACHER}.{name}{proposal})" for name in given if (proposal := nearest(name, REACHED_BY)))
         raise ConfigError(
-            f"teacher: it has no server; name one with --teacher.base_url, or the model of a new one with {MODEL_FLAG}"
+            f"teacher: it has no server{next(misspelt, '')}; name one with --teacher.base_url, or the model of a new "
+            f"one with {MODEL_FLAG}"
         )
 
 

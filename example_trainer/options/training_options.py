@@ -114,6 +114,13 @@ class RunOptions(ProcessOptions):
         "waits for before its first publish, one at least; atropos-grpo-run starts them here.",
     )
 
+    @field_validator("run_dir", "save_path", "log_dir", mode="before")
+    @classmethod
+    def _refuse_empty_path(cls, value: object) -> object:
+        if value == "":  # as from a shell's unset variable; it would mean the present directory
+            raise ValueError("an empty text is not a directory; name one, or leave the option out")
+        return value
+
 
 class LoggingOptions(BaseModel):
     """The reporting of metrics; metrics.jsonl is always written."""

@@ -1,7 +1,4 @@
-"""Programs started as child processes: those of a launch (`ChildSpec`, `Child`), and a server of the trainer's own.
-
-A log is readable by this user only. Its last lines, and the one among them that names an error, explain a failure.
-"""
+"""Programs started as child processes: those of a launch (`ChildSpec`, `Child`), and a server of the trainer's own."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import select
 import socket
 import subprocess
@@ -18,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import psutil
 
@@ -26,34 +22,18 @@ from example_trainer.errors import TrainerError
 from example_trainer.processes import die_with_parent
 from example_trainer.processes.cleanup import SharedMemoryLedger
 from example_trainer.processes.ports import HandoverChannel
+from example_trainer.processes.program_log import (
+    LARGEST_LOG_BYTES,
+    SHOWN_LINES,
+    last_lines,
+    limit_size,
+    open_private_log,
+)
 from example_trainer.processes.tree import end_processes, is_alive, open_process
 
 logger = logging.getLogger(__name__)
 
-SHOWN_LINES = 20
 STOP_SECONDS = 10.0
-_BYTES_A_LINE = 800
-_SAYS_WHY = re.compile(r": error: |\b\w*(Error|Exception): ")
-
-
-def open_private_log(path: Path) -> BinaryIO:
-    """Open a log for appending, readable by this user only: third-party programs may log secrets they were given."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
-
-
-def last_lines(path: Path, count: int = SHOWN_LINES) -> list[str]:
-    """Return the last lines of a log; none if there is no log. A first line may be cut at its start."""
-    try:
-        with path.open("rb") as log:
-            log.seek(max(0, path.stat().st_size - _BYTES_A_LINE * count))
-            return log.read().decode(errors="replace").splitlines()[-count:]
-    except OSError:
-        return []
-
-
-def reason(lines: Sequence[str]) -> str:
-    """Return the last line that reports an error, after a colon; "" if there is none."""
-    return next((f": {line.strip()}" for line in reversed(lines) if _SAYS_WHY.search(line)), "")
 
 
 def spawn(
@@ -61,6 +41,7 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start a program in a session of its own, with its output in a log; it is killed when the calling thread ends."""
     guarded = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *command]
+    limit_size(log_path, LARGEST_LOG_BYTES)  # that of a server which is started again and again
     with open_private_log(log_path) as log:
         return subprocess.Popen(
             guarded,
@@ -101,6 +82,7 @@ class ChildSpec:
     """True if the program goes on where it was when it is started again."""
     why_final: str = ""
     """The reason why a restart cannot help after its end, if that is not obvious."""
+    largest_log_bytes: int = LARGEST_LOG_BYTES
     secret_settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Secret settings, kept out of records and command lines: the program reads them from a temporary file."""
 

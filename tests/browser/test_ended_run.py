@@ -57,3 +57,35 @@ def test_a_report_shows_its_curves_without_a_request_and_runs_nothing(page: Page
     assert min(widths) > 200, json.dumps(widths)
     assert page.wait("getComputedStyle(document.querySelector('.chart svg polyline')).stroke") != "none"
     assert page.requests == [report.as_uri()]
+
+
+LONG_WORD = "A" * 300
+
+
+def write_run_with_long_words(root: Path) -> Path:
+    write_run(root, [0.1, 0.5, 0.9], name=LONG_WORD)
+    sign = {"step": 2, "sign": "kl", "metric": "train/kl", "value": 9.0, "message": LONG_WORD, "advice": LONG_WORD}
+    (root / "events.jsonl").write_text(json.dumps(sign) + "\n")
+    return root
+
+
+def show_without_scrolling_sideways(page: Page, address: str) -> None:
+    for width in (400, 1400):
+        page.open("about:blank")
+        page.size(width, 800)
+        page.open(address)
+        page.wait(f"document.querySelector('main').innerText.includes('{LONG_WORD}')")
+        assert page.run("document.documentElement.scrollWidth") <= width
+
+
+def test_a_long_word_in_a_name_or_a_sign_makes_no_report_wider(page: Page, tmp_path: Path) -> None:
+    root = write_run_with_long_words(tmp_path / "run")
+    show_without_scrolling_sideways(page, write_report([read_run(root)], tmp_path / "report.html").as_uri())
+
+
+def test_a_long_word_makes_the_page_of_an_ended_run_no_wider(page: Page, tmp_path: Path) -> None:
+    store, recorded = read_recorded(write_run_with_long_words(tmp_path / "run"))
+    with opened_view(store, recorded, tmp_path / "scratch") as app, serve_in_thread(app) as url:
+        show_without_scrolling_sideways(page, f"{url}/")
+        assert "not published yet" not in page.text(), "its directory does not tell when it was"
+        page.open("about:blank")

@@ -190,7 +190,10 @@ def test_four_programs_started_by_hand_in_the_wrong_order_train_too(base_model: 
     [
         (["--trainig-steps", "3"], "unknown option --trainig-steps, did you mean --training-steps?"),
         (["--model-name", "/nowhere/model"], "--model-name /nowhere/model: no such directory"),
-        (["--model-name", "tiny/chian"], "invalid choice: 'chian'"),
+        (
+            ["--model-name", "tiny/chian"],
+            "--model-name tiny/chian: no tiny model has the task 'chian', did you mean chain?",
+        ),
         (["--openai.server_type", "openai"], "set --openai.server_type vllm"),
         (["--env.group_sizee", "3"], "unknown option --env.group_sizee, did you mean --env.group-size?"),
         (["--atropos-url", "http://nowhere.invalid:1"], "the broker's host 'nowhere.invalid' cannot be resolved"),

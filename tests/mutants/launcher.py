@@ -40,10 +40,25 @@ LAUNCHER: tuple[Mutant, ...] = (
     ),
     Mutant(
         "others may read the logs",
-        "example_trainer/processes/child.py",
+        "example_trainer/processes/program_log.py",
         "os.O_APPEND, 0o600)",
         "os.O_APPEND, 0o644)",
         f"{_SECRETS}a_secret_reaches_a_program_in_a_private_file_that_goes_with_the_run",
+    ),
+    Mutant(
+        "a log that was moved stays as large as it was",
+        "example_trainer/processes/program_log.py",
+        "os.ftruncate(log.fileno(), 0)",
+        "log.flush()",
+        "unit/processes/test_program_log.py::test_"
+        "a_log_that_has_become_too_large_keeps_its_newest_lines_and_its_program_goes_on_writing",
+    ),
+    Mutant(
+        "nobody replaces the last server",
+        "example_trainer/launcher/fleet.py",
+        "max(self._limits.least, self._record.wanted - 1)",
+        "self._record.wanted - 1",
+        f"{_TESTS}test_fleet.py::test_the_last_server_is_replaced_when_it_is_drained_from_outside",
     ),
     Mutant(
         "the record holds the command line",

@@ -172,7 +172,7 @@ function publish(status) {
     title: "Policy",
     big: run && run.policy_version !== null ? `v${number(run.policy_version)}` : "–",
     lines: [
-      run && run.published_at ? `published ${span(status.time - run.published_at)} ago` : "not published yet",
+      run && run.published_at ? `published ${span(status.time - run.published_at)} ago` : run && run.state === "open" ? "not published yet" : null,
       held ? `held for ${span(held.held_seconds)}: ${visible(held.reason || "evaluation")}` : null,
     ],
   };

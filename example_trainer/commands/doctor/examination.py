@@ -14,9 +14,10 @@ from pathlib import Path
 
 from atropos_api.common.cliconfig import ConfigError
 from example_trainer.commands.doctor import model_checks, resource_checks, sampling_checks, tokenizer_checks
-from example_trainer.commands.doctor.findings import Finding, as_lines, counted, exit_code, warning
+from example_trainer.commands.doctor.findings import Finding, as_lines, counted, error, exit_code, warning
 from example_trainer.commands.doctor.requested_run import RequestedRun, gather
 from example_trainer.launcher.run_file import without_effect
+from example_trainer.launcher.run_file_sections import refuse_broker_settings
 
 Check = Callable[[RequestedRun], Iterator[Finding]]
 
@@ -27,8 +28,19 @@ def check_settings(requested: RequestedRun) -> Iterator[Finding]:
         yield warning("settings", text, "leave it out, or use the mode or setting that it is for")
 
 
+def check_broker(requested: RequestedRun) -> Iterator[Finding]:
+    """Check that the broker takes its options, if the launch starts it."""
+    settings = requested.settings
+    try:
+        if "atropos_url" not in requested.config.model_fields_set:
+            refuse_broker_settings(settings.sections["api"], settings.flags["api"])
+    except ConfigError as refused:
+        yield error("broker", str(refused), "correct it, or leave it out; run-api --help lists its options")
+
+
 CHECKS: Sequence[Check] = (
     check_settings,
+    check_broker,
     model_checks.check_files,
     model_checks.check_other_models,
     model_checks.check_family,

@@ -72,10 +72,18 @@ def _ports(requested: RequestedRun) -> Iterator[tuple[str, object, int]]:
         port = {**teacher.vllm, **settings.flags[TEACHER_SERVER].values}.get("port")
         if port is not None:
             yield f"{TEACHER_SERVER}.port", port, 1
+    yield from _ports_beside_servers(requested)
+
+
+def _ports_beside_servers(requested: RequestedRun) -> Iterator[tuple[str, object, int]]:
+    """Yield the ports for metrics, and those of sessions."""
+    if requested.config.metrics_port:
+        yield "trainer.metrics_port", requested.config.metrics_port, 1
     for environment in requested.environments:
-        port = (environment.facts or {}).get("env", {}).get("session_port")
-        if port:
-            yield f"env.session_port of {environment.entry.name}", port, 1
+        given = (environment.facts or {}).get("env", {})
+        for name in ("session_port", "metrics_port"):
+            if port := given.get(name):
+                yield f"env.{name} of {environment.entry.name}", port, 1
 
 
 def check_gpus(requested: RequestedRun) -> Iterator[Finding]:

@@ -192,5 +192,5 @@ def test_the_token_comes_from_the_environment_where_no_flag_gives_one(monkeypatc
 
 def test_a_token_of_the_environment_that_cannot_travel_is_refused(monkeypatch):
     monkeypatch.setenv("ATROPOS_TOKEN", "short")
-    with pytest.raises(ConfigError, match="8 characters"):
+    with pytest.raises(ConfigError, match=r"^\$ATROPOS_TOKEN: a token has 8 characters"):
         run(["--store", "memory"])

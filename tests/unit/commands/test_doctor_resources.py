@@ -36,6 +36,16 @@ def test_a_port_that_is_taken_is_found(harness: DoctorHarness, taken_port: int) 
     harness.find_one("ports", f"vllm.port: port {taken_port} is taken")
 
 
+def test_an_option_that_the_broker_does_not_take_is_found(harness: DoctorHarness) -> None:
+    harness.sections["api"] = {"max_connections": 0}
+    harness.find_one("broker", "--api.max-connections: Input should be greater than or equal to 1")
+
+
+def test_a_taken_port_for_metrics_is_found(harness: DoctorHarness, taken_port: int) -> None:
+    harness.sections["trainer"]["metrics_port"] = taken_port
+    harness.find_one("ports", f"trainer.metrics_port: port {taken_port} is taken")
+
+
 def test_a_port_that_two_programs_ask_for_is_found(harness: DoctorHarness) -> None:
     port = harness.sections["vllm"]["port"]
     harness.sections["api"] = {"port": port}

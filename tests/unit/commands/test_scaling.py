@@ -166,7 +166,7 @@ def test_a_broker_that_has_just_begun_gives_launchers_time_to_report(monkeypatch
         (["vllm=1", "vllm=2"], "got vllm=1 vllm=2"),
         (["trainer=2"], "only the inference servers can be scaled"),
         (["vllm=many"], "'many' is not a number of servers"),
-        (["vllm=2", "--brokr", "x"], "--brokr"),
+        (["vllm=2", "--brokr", "x"], "unknown option --brokr, did you mean --broker"),
     ],
 )
 def test_a_mistake_is_one_line(words, said):

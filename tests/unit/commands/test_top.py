@@ -108,6 +108,7 @@ def test_the_token_is_taken_from_the_flag_the_environment_and_the_path(monkeypat
         (["http://127.0.0.1:1", "true"], ConfigError, "got 2"),
         (["http://127.0.0.1:1", "--token-file", "nowhere"], TokenUnreadable, "--token-file nowhere"),
         (["127.0.0.1:8000", "--onec"], ConfigError, "did you mean --once"),
+        (["127.0.0.1:8000", "--formt", "json"], ConfigError, "unknown option --formt, did you mean --format"),
     ],
 )
 def test_a_wrong_address_is_one_clear_error(arguments, error, match):

@@ -30,6 +30,7 @@ from environments.export import (
     sft_lines,
 )
 from environments.export import run as run_view
+from environments.sdk.errors import TokenizerUnavailable
 from environments.sdk.group_files import GroupsUnreadable, read_groups, render, write_page
 
 HOSTILE = '</pre><script>alert(1)</script><img src=x onerror="alert(2)"><a href="javascript:alert(3)">x</a>'
@@ -257,6 +258,8 @@ def test_text_is_never_read_by_a_tokenizer_that_was_not_named(groups_file, tmp_p
     with pytest.raises(ConfigError, match="--tokenizer NAME or FOLDER"):
         run_sft([str(tmp_path / "out.jsonl"), "--groups", str(groups_file)])
     assert not (tmp_path / "out.jsonl").exists()
+    with pytest.raises(TokenizerUnavailable, match="no such folder; set --tokenizer to a model's folder"):
+        run_sft([str(tmp_path / "out.jsonl"), "--groups", str(groups_file), "--tokenizer", "/nowhere"])
 
 
 def test_what_was_written_before_a_failure_is_kept_next_to_the_file_and_reported(

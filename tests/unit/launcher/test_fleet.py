@@ -24,7 +24,7 @@ from example_trainer.launcher.restarts import RestartBudget, Restarts
 from example_trainer.launcher.run_dir import RunDir, plan_run_dir
 from example_trainer.launcher.run_file import RunSettings, read_settings
 from example_trainer.launcher.supervisor import Supervisor
-from example_trainer.processes.child import ChildFailed
+from example_trainer.processes.child import ChildFailed, ChildSpec
 from example_trainer.processes.tree import wait_until
 
 FLAGS = ("--registered-servers", "--weight-bridge-mode", "lora_only", "--env.server", __file__)
@@ -70,12 +70,12 @@ class Broker:
 class Scene:
     """A fleet of a run directory, with sleeping programs in place of its servers."""
 
-    def __init__(self, tmp_path: Path, supervisor: Supervisor, *flags: str) -> None:
+    def __init__(self, tmp_path: Path, supervisor: Supervisor, *flags: str, most: int | None = None) -> None:
         self.now = 0.0
         self.broker = Broker(lambda: self.now)
         self.run_dir, self.supervisor, self.flags = tmp_path / "run", supervisor, flags
         self.restarts = Restarts(supervisor, RestartBudget(restarts=3, window_seconds=100.0), clock=lambda: self.now)
-        self.code = WAITS
+        self.code, self.most = WAITS, most
         self.launch()
 
     def launch(self, *more: str) -> None:
@@ -83,6 +83,7 @@ class Scene:
         self.settings, self.run, self.plan = planned(self.run_dir, *FLAGS, *self.flags, *more)
         self.run.create()
         limits = limits_of(self.settings.trainer, os.environ)
+        limits = replace(limits, most=self.most or limits.most)
         resumes = self.settings.trainer.resume is not None
         self.fleet = Fleet(
             self._with_programs(self.plan),
@@ -134,6 +135,17 @@ class Scene:
         """Have servers serve, as after a publish."""
         leases = [f"lease-{name}-{self.supervisor[name].process.pid}" for name in names]
         self.broker.servers.prove("default", leases)
+
+    def note_failures(self) -> list[str]:
+        """Give up or plan to restart what has failed, as `Launch` does."""
+        failures = self.restarts.judge_failures((), apart=self.fleet.unsettled)
+        given_up = {found.name: line for found in failures if (line := self.fleet.give_up(found, self.restarts))}
+        return [*given_up.values(), *self.restarts.plan([found for found in failures if found.name not in given_up])]
+
+    def due(self) -> list[tuple[ChildSpec, int]]:
+        """Return what is started again after the next pause."""
+        self.now += 10.0
+        return self.restarts.due()
 
     def leave(self, name: str) -> None:
         """End a server's program with exit code 0, as after its last request."""
@@ -198,7 +210,7 @@ def test_the_newest_servers_drain_first_and_are_forgotten_when_they_have_ended(s
     assert scene.poll() == ["vllm-3 has left"]
     os.kill(scene.supervisor["vllm-2"].process.pid, signal.SIGKILL)
     assert wait_until(lambda: scene.supervisor["vllm-2"].exit_code is not None, 20)
-    assert scene.restarts.note_failures((), apart=scene.fleet.unsettled) == [], "it was told to end"
+    assert scene.note_failures() == [], "it was told to end"
     (line,) = scene.poll()
     assert line.startswith("vllm-2 has left: it was killed by SIGKILL")
     assert {child.name for child in scene.supervisor} == {"vllm"}
@@ -218,11 +230,41 @@ def test_a_server_that_is_drained_from_outside_is_not_replaced(scene: Scene) -> 
     assert json.loads(scene.run.fleet_record.read_text())["wanted"] == 1
 
 
+def test_the_last_server_is_replaced_when_it_is_drained_from_outside(scene: Scene) -> None:
+    scene.broker.servers.drain(scene.server_id("vllm"))  # as after a SIGTERM to its process
+    assert scene.poll() == ["vllm drains; it was the last one, and another takes its place", "vllm-2 starts"]
+    scene.leave("vllm")
+    assert scene.poll() == ["vllm has left"]
+    assert (scene.running, scene.seen.wanted) == ({"vllm-2"}, 1)
+    os.kill(scene.supervisor["vllm-2"].process.pid, signal.SIGKILL)
+    assert wait_until(lambda: scene.supervisor["vllm-2"].exit_code is not None, 20)
+    (line,) = scene.note_failures()
+    assert "restart 1 of 3" in line, "the run cannot go on without it"
+    for spec, restarted in scene.due():
+        scene.supervisor.start(spec, restarted=restarted)
+    scene.leave("vllm-2")
+    assert scene.poll() == ["vllm-2 has left; it was the last one, and another takes its place", "vllm starts"]
+
+
+def test_the_last_server_is_replaced_only_once_it_has_left_where_there_is_no_room_for_two(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
+    scene = Scene(tmp_path, supervisor, most=1)
+    scene.poll()
+    scene.register("vllm")
+    scene.broker.servers.drain(scene.server_id("vllm"))
+    assert scene.poll() == ["vllm drains; it was the last one, and another takes its place"]
+    assert (scene.poll(), scene.running) == ([], {"vllm"})
+    scene.leave("vllm")
+    assert scene.poll() == ["vllm has left", "vllm starts"]
+    scene.fleet.close()
+
+
 def test_an_added_server_that_fails_at_its_start_lowers_the_number_and_ends_nothing(scene: Scene) -> None:
     scene.code = FAILS
     scene.scale(2)
     assert wait_until(lambda: scene.supervisor["vllm-2"].exit_code is not None, 20)
-    assert scene.restarts.note_failures((), apart=scene.fleet.unsettled) == []
+    assert scene.note_failures() == []
     (line,) = scene.poll()
     assert line.startswith("vllm-2 did not start: it exited with code 1")
     scene.poll()
@@ -239,7 +281,7 @@ def test_a_server_that_has_answered_once_is_restarted_as_any_other(scene: Scene)
     assert scene.fleet.unsettled == set()
     os.kill(scene.supervisor["vllm-2"].process.pid, signal.SIGKILL)
     assert wait_until(lambda: scene.supervisor["vllm-2"].exit_code is not None, 20)
-    (line,) = scene.restarts.note_failures((), apart=scene.fleet.unsettled)
+    (line,) = scene.note_failures()
     assert "restart 1 of 3" in line
     assert scene.scale(1)[1:] == ["vllm-2 is not started again"], "its pause is not over"
     scene.now += 100
@@ -250,9 +292,8 @@ def test_a_server_that_no_restart_mends_is_given_up_only_while_another_one_serve
     def fail(name: str) -> list[str]:
         os.kill(scene.supervisor[name].process.pid, signal.SIGKILL)
         assert wait_until(lambda: scene.supervisor[name].exit_code is not None, 20)
-        lines = scene.restarts.note_failures((), apart=scene.fleet.unsettled, give_up=scene.fleet.give_up)
-        scene.now += 10.0
-        for spec, restarted in scene.restarts.due():
+        lines = scene.note_failures()
+        for spec, restarted in scene.due():
             scene.supervisor.start(spec, restarted=restarted)
         return lines
 
@@ -330,7 +371,7 @@ def test_servers_whose_number_is_fixed_are_reported_and_left_alone(tmp_path: Pat
     assert "addresses: start the run with --registered-servers" in scene.seen.fixed
     end(supervisor, "vllm")
     assert scene.poll() == []
-    (failure,) = scene.restarts.note_failures((), apart=scene.fleet.unsettled)
+    (failure,) = scene.note_failures()
     assert failure.startswith("vllm exited with code 0"), "no request had asked for it"
     scene.fleet.close()
 

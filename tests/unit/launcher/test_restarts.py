@@ -78,9 +78,9 @@ def start_due(supervisor: Supervisor, restarts: Restarts, clock: Clock) -> Child
 
 def test_a_killed_program_is_started_again_after_its_pause_and_once(supervisor, restarts, clock) -> None:
     first = supervisor.start(program(SLEEP))
-    assert restarts.note_failures(()) == []
+    assert restarts.plan(restarts.judge_failures(())) == []
     killed(first)
-    (line,) = restarts.note_failures(())
+    (line,) = restarts.plan(restarts.judge_failures(()))
     assert line.startswith("vllm was killed by SIGKILL after ")
     assert line.endswith("; restart 1 of 3 within 100 s")
     assert "vllm" in restarts
@@ -96,7 +96,7 @@ def test_a_killed_program_is_started_again_after_its_pause_and_once(supervisor, 
 def test_pauses_double_while_failures_follow_each_other(supervisor, restarts, clock) -> None:
     for number in range(3):
         killed(supervisor.start(program(SLEEP)))
-        restarts.note_failures(())
+        restarts.plan(restarts.judge_failures(()))
         pause_seconds = FIRST_PAUSE_SECONDS * 2**number
         clock.now += pause_seconds * 0.9
         assert restarts.due() == []
@@ -107,11 +107,11 @@ def test_pauses_double_while_failures_follow_each_other(supervisor, restarts, cl
 def test_one_failure_more_than_the_budget_ends_the_run_and_says_so(supervisor, restarts, clock) -> None:
     killed(supervisor.start(program(SLEEP)))
     for _ in range(3):
-        restarts.note_failures(())
+        restarts.plan(restarts.judge_failures(()))
         killed(start_due(supervisor, restarts, clock))
         clock.now -= LONGEST_PAUSE_SECONDS - 1
     with pytest.raises(ChildFailed, match=r"failed 4 times within 100 s, and --max-restarts is 3") as failure:
-        restarts.note_failures(())
+        restarts.plan(restarts.judge_failures(()))
     assert ", restarts: 3 (" in str(failure.value)
     assert failure.value.exit_code == 1
 
@@ -120,7 +120,7 @@ def test_failures_older_than_the_window_no_longer_count(supervisor, restarts, cl
     child = supervisor.start(program(SLEEP))
     for _ in range(9):
         killed(child)
-        (line,) = restarts.note_failures(())
+        (line,) = restarts.plan(restarts.judge_failures(()))
         assert "; restart 1 of 3 within" in line
         child = start_due(supervisor, restarts, clock)
         clock.now += WINDOW_SECONDS
@@ -129,7 +129,7 @@ def test_failures_older_than_the_window_no_longer_count(supervisor, restarts, cl
 def test_each_program_has_a_budget_of_its_own(supervisor, restarts, clock) -> None:
     for name in ("vllm", "vllm-2", "broker"):
         killed(supervisor.start(program(SLEEP, name=name)))
-    assert ["; restart 1 of 3 " in line for line in restarts.note_failures(())] == [True, True, True]
+    assert ["; restart 1 of 3 " in line for line in restarts.plan(restarts.judge_failures(()))] == [True, True, True]
     clock.now += 1
     assert {spec.name for spec, _ in restarts.due()} == {"vllm", "vllm-2", "broker"}
 
@@ -138,25 +138,25 @@ def test_each_program_has_a_budget_of_its_own(supervisor, restarts, clock) -> No
 def test_a_refusal_is_not_tried_again(supervisor, restarts, code) -> None:
     ended(supervisor.start(program(f"print('error: --lr -1 is below zero'); raise SystemExit({code})")))
     with pytest.raises(ChildFailed, match="--lr -1 is below zero") as failure:
-        restarts.note_failures(())
+        restarts.plan(restarts.judge_failures(()))
     assert failure.value.exit_code == code
 
 
 def test_a_program_that_cannot_go_on_ends_the_run_with_the_reason(supervisor, restarts) -> None:
     killed(supervisor.start(program(SLEEP, name="broker", may_restart=False, why_final="its store was memory")))
     with pytest.raises(ChildFailed, match=r"was killed by SIGKILL after .* \(its store was memory\)"):
-        restarts.note_failures(())
+        restarts.plan(restarts.judge_failures(()))
 
 
 def test_a_program_that_exits_before_it_was_ever_ready_is_not_tried_again_but_a_killed_one_is(
     supervisor, restarts, clock
 ) -> None:
     killed(supervisor.start(program(SLEEP)))
-    assert len(restarts.note_failures({"vllm"})) == 1
+    assert len(restarts.plan(restarts.judge_failures({"vllm"}))) == 1
     restarts.due()
     ended(supervisor.start(program("raise ValueError('no such model')")))
     with pytest.raises(ChildFailed, match=r"no such model .*never been ready"):
-        restarts.note_failures({"vllm"})
+        restarts.plan(restarts.judge_failures({"vllm"}))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_program_that_exits_before_it_was_ever_ready_is_not_tried_again_but_a_
 def test_a_lack_of_memory_is_not_tried_again(supervisor, restarts, message) -> None:
     ended(supervisor.start(program(message)))
     with pytest.raises(ChildFailed, match="it lacks memory"):
-        restarts.note_failures(())
+        restarts.plan(restarts.judge_failures(()))
 
 
 def test_a_process_that_the_kernel_ended_for_lack_of_memory_is_not_started_again(supervisor, clock) -> None:
@@ -178,7 +178,7 @@ def test_a_process_that_the_kernel_ended_for_lack_of_memory_is_not_started_again
     restarts = make(supervisor, clock, lambda: next(kills))
     killed(supervisor.start(program(SLEEP)))
     with pytest.raises(ChildFailed, match="lack of memory; see dmesg"):
-        restarts.note_failures(())
+        restarts.plan(restarts.judge_failures(()))
 
 
 def test_a_process_that_the_kernel_ended_elsewhere_on_the_host_long_ago_says_nothing(supervisor, clock) -> None:
@@ -187,32 +187,32 @@ def test_a_process_that_the_kernel_ended_elsewhere_on_the_host_long_ago_says_not
     child = supervisor.start(program(SLEEP))
     kills = 1
     clock.now += COUNT_INTERVAL_SECONDS
-    assert restarts.note_failures(()) == []
+    assert restarts.plan(restarts.judge_failures(())) == []
     clock.now += FREEING_SECONDS + 1.0
     killed(child)
-    (line,) = restarts.note_failures(())
+    (line,) = restarts.plan(restarts.judge_failures(()))
     assert "restart 1 of 3" in line
 
 
 def test_the_same_error_three_times_in_a_row_ends_the_run_before_its_budget(supervisor, restarts, clock) -> None:
     ended(supervisor.start(program("raise ValueError('the same')")))
     for _ in range(2):
-        restarts.note_failures(())
+        restarts.plan(restarts.judge_failures(()))
         ended(start_due(supervisor, restarts, clock))
         clock.now -= LONGEST_PAUSE_SECONDS - 1
     with pytest.raises(ChildFailed, match="the same error 3 times in a row"):
-        restarts.note_failures(())
+        restarts.plan(restarts.judge_failures(()))
 
 
 def test_different_errors_have_the_whole_budget(supervisor, restarts, clock) -> None:
     for number in range(3):
         ended(supervisor.start(program(f"raise ValueError('error {number}')")))
-        assert len(restarts.note_failures(())) == 1
+        assert len(restarts.plan(restarts.judge_failures(()))) == 1
         clock.now += 10
         restarts.due()
 
 
 def test_an_exit_with_0_of_a_server_is_a_failure_that_a_restart_can_fix(supervisor, restarts) -> None:
     ended(supervisor.start(program("")))
-    (line,) = restarts.note_failures(())
+    (line,) = restarts.plan(restarts.judge_failures(()))
     assert "exited with code 0" in line

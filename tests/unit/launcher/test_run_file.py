@@ -182,6 +182,7 @@ def test_mistakes_on_the_command_line_are_reported_with_the_remedy(argv: list[st
         ("trainer: {model_name: m}\nenv: 3\n", "section 'env' takes settings, got 3"),
         ("trainer: [1]\n", "section 'trainer' takes settings, got [1]"),
         ("trainer: {model_name: m}\napi: [1]\n", "section 'api' takes settings, got [1]"),
+        ("trainer: {model_name: m}\napi: {max_inflated_byte: 1}\n", ", api: unknown key 'max_inflated_byte', did you"),
         ("trainer: {model_name: m}\nopenai: [{}, 3]\n", "section 'openai' takes settings, or a list of them, got"),
         ("trainer: {model_name: m}\nenvironments: [1]\n", "section 'environments' takes a list of settings, each"),
         ("environments: [{env: 3}]\ntrainer: {model_name: m}\n", "section 'environments' takes a list of settings"),

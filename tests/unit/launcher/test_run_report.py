@@ -191,10 +191,12 @@ def test_the_page_of_a_report_goes_where_it_is_asked_for(tmp_path: Path, capsys:
     assert "<polyline" in wanted.read_text()
     assert main.run(["report", str(run)]) == 0
     assert (run / "report.html").exists()
+    with pytest.raises(ConfigError, match=r"/proc: cannot be used \(.*\); --html names the report's file"):
+        main.run(["report", str(run), "--html", "/proc/report.html"])
     for bad in (["--html"], ["--html", str(tmp_path)]):
         with pytest.raises(ConfigError, match=r"--html .* is not a file to write"):
             main.run(["report", str(run), *bad])
-    with pytest.raises(ConfigError, match="takes directories of runs; got --htm"):
+    with pytest.raises(ConfigError, match=r"unknown option --htm, did you mean --html\?"):
         main.run(["report", str(run), "--htm", "x"])
     with pytest.raises(NoRun, match="holds no metrics"):
         main.run(["report", str(run), str(tmp_path)])

@@ -81,7 +81,7 @@ def test_a_lost_seat_ends_its_gang_which_is_placed_anew_as_a_whole(supervisor, p
     before = list(placement.places["trainer"])
     placement.free += 1  # another node
     placement.losses[before[1].name] = "its node has died"
-    (line,) = restarts.note_failures(set())
+    (line,) = restarts.plan(restarts.judge_failures(set()))
     assert line.startswith(f"trainer lost its seat on {before[1].address} (its node has died)")
     assert [seat.stops for seat in before] == [1, 1]
     assert "trainer" not in placement.places

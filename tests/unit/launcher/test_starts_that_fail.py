@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from functools import partial
 from pathlib import Path
@@ -83,6 +84,22 @@ def test_a_new_run_among_the_checkpoints_of_another_is_refused(tmp_path: Path) -
     plan_launch(read_settings([*argv, "--resume", "auto"]))
 
 
+def test_a_tiny_model_that_there_is_not_is_reported_with_the_nearest(tmp_path: Path) -> None:
+    told = r"--model-name tiny/chian: .* did you mean chain\? there are tiny/chain and tiny/add"
+    with pytest.raises(ModelNotFound, match=told):
+        plan_launch(read_settings(["--model-name", "tiny/chian", "--run-dir", str(tmp_path / "run")]))
+
+
+def test_a_run_directory_that_is_a_file_or_no_text_and_a_resume_of_no_run_are_reported(occupied: Path) -> None:
+    with pytest.raises(DirectoryUnusable, match=rf"--run-dir {occupied}: cannot be written \(File exists\)"):
+        plan_launch(read_settings(["--model-name", "org/model", "--run-dir", str(occupied)]))
+    for flag in ("--run-dir", "--save-path", "--log-dir"):  # as a shell writes a variable that is not set
+        with pytest.raises(ConfigError, match=rf"{flag}: an empty text is not a directory"):
+            read_settings(["--model-name", "org/model", flag, ""])
+    with pytest.raises(ConfigError, match=r"--resume auto: .* name that of the run with --run-dir"):
+        plan_launch(read_settings(["--model-name", "org/model", "--resume", "auto"]))
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -96,6 +113,26 @@ def test_a_value_that_is_not_a_port_is_reported(tmp_path: Path, flags: tuple[str
     argv = ["--model-name", "org/model", "--run-dir", str(tmp_path / "run"), "--env.server", __file__, *flags]
     with pytest.raises(NoPort, match=told):
         dry_plan(plan_launch(read_settings(argv)))
+
+
+@pytest.mark.parametrize(
+    ("section", "flags", "told"),
+    [
+        ("{}", ("--api.prot", "8002"), r"unknown option --api\.prot, did you mean --api\.port\?"),
+        ("{}", ("--api.lease", "0"), r"--api\.lease: Input should be greater than or equal to 0\.5, got \"0\""),
+        ("{fsync: sometimes}", (), r"--api\.fsync: Input should be 'always', 'interval' or 'never', got \"sometimes\""),
+        ("{fsync: sometimes}", ("--api.fsync", "never"), ""),
+        ("{}", ("--api.prot", "8002", "--atropos-url", "http://broker:8000"), ""),
+    ],
+)
+def test_what_the_broker_would_refuse_is_refused_before_it_is_started(
+    tmp_path: Path, section: str, flags: tuple[str, ...], told: str
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"trainer: {{model_name: org/model}}\napi: {section}\n")
+    refused = pytest.raises(ConfigError, match=told) if told else contextlib.nullcontext()
+    with refused:
+        plan_launch(read_settings(["--config", str(path), "--run-dir", str(tmp_path / "run"), *flags]))
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"trainer: [", b"a: b: c"])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -59,6 +60,17 @@ def check_until_failure(supervisor: Supervisor, limit_seconds: float = 10) -> Ch
             return supervisor.failure(failed)
         time.sleep(0.05)
     raise AssertionError("nothing was noticed")
+
+
+def test_the_log_of_a_program_that_writes_much_is_kept_small_while_it_runs(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    writes = f"for number in range(3000): print('line', number, flush=True)\nprint('written', flush=True); {SLEEP}"
+    child = supervisor.start(replace(python("chatty", writes), largest_log_bytes=10_000))
+    assert wait_until(lambda: "written" in child.last_lines(), 20)
+    assert wait_until(lambda: supervisor.failed() == [] and child.log_path.stat().st_size < 10_000, 20)
+    assert child.last_lines(2) == ["line 2999", "written"]
+    assert {path.name for path in tmp_path.glob("chatty*")} == {"chatty.log", "chatty.log.1"}
 
 
 def test_a_crash_is_reported_with_exit_code_and_last_lines(supervisor: Supervisor) -> None:

@@ -119,6 +119,7 @@ def test_an_environment_without_a_teacher_refuses_one_instead_of_ignoring_it(tmp
     [
         (("--env", "distill_server.py", *NAMED), r"add --distill forward_kl"),
         (("--distill", "forward_kl", *NAMED), r"name one with --env distill_server\.py"),
+        ((*DISTILL, "--teacher.modl_name", "m"), r"\(teacher\.modl_name, did you mean model_name\?\); name one with"),
         ((*DISTILL, "--teacher.timeout", "9"), r"--teacher\.base_url, or the model of a new one with --teacher\.model"),
         (
             (*DISTILL, "--teacher.base_url", "http://t/v1", "--teacher.gpu", "1"),

@@ -37,7 +37,7 @@ ELSEWHERE_LOGGED = ("eval/", "sft/", "perf/gpu_memory")
 """Metrics that come from environments, or need a GPU."""
 EVERY_TERM = (
     "--training-steps 2 --kl-coef 1 --entropy-coef 1 --distill forward_kl --old-logprobs recomputed "
-    "--mismatch-correction token_truncate --off-policy-mask 0 --dtype float16"
+    "--mismatch-correction token_truncate --off-policy-mask 0 --staleness-decay 0.5 --dtype float16"
 )
 
 
