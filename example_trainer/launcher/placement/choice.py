@@ -51,6 +51,8 @@ def check_fits(settings: RunSettings) -> None:
     for sentence, applies in refused.items():
         if applies:
             raise ConfigError(sentence)
+    for name in [role.name for role in roles_of(settings) if not role.cpus and not role.gpus]:
+        raise ConfigError(f"placement: {name} has no CPU and no GPU, and Ray places nothing without; give it cpus: 0.1")
 
 
 def roles_of(settings: RunSettings, *, has_gpus: bool | None = None) -> list[Role]:

@@ -59,6 +59,22 @@ def test_settings_of_one_machine_are_refused_as_soon_as_by_the_dry_run(flags, to
         plan_launch(settings_of(*RAY, *flags))
 
 
+@pytest.mark.parametrize(
+    ("resources", "told"),
+    [
+        ("vllm: {gpus: 1.5}", "placement: .*gpus: .*whole number of GPUs"),
+        ("trainer: {cpus: 0.00001}", "placement: .*cpus: .*more than 4 digits"),
+        ("vllm: {cpus: .inf}", "placement: .*cpus: .*finite number"),
+        ("environment: {cpus: 0}", "placement: environment has no CPU and no GPU"),
+    ],
+)
+def test_resources_that_ray_does_not_count_are_refused_as_soon_as_by_the_dry_run(tmp_path, resources, told) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"trainer: {{}}\nplacement: {{{resources}}}\n")
+    with pytest.raises(ConfigError, match=told):
+        plan_launch(settings_of(*RAY, "--config", str(path)))
+
+
 def test_without_ray_installed_it_is_one_line_with_the_command_that_installs_it(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "example_trainer.launcher.placement.ray_placement", raising=False)
