@@ -37,10 +37,12 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = (sys.executable, "-m", "example_trainer.run", "--config", str(ROOT / "configs/demo.yaml"))
 FLAGS = (
     *("--checkpoint-interval", "1", "--keep-last", "2", "--max-restarts", "1000000"),
-    *("--vllm-restart-interval", "3", "--env.eval_at_start", "false", "--env.eval_at_end", "false"),
+    *("--env.eval_at_start", "false", "--env.eval_at_end", "false"),
 )
 RESTARTING = frozenset({"lora_restart", "none"})
-MODES = {mode: ("--weight-bridge-mode", mode) for mode in ("shared_vllm", "lora_only", "lora_restart", "none")}
+MODES = {mode: ("--weight-bridge-mode", mode) for mode in ("shared_vllm", "lora_only")} | {
+    mode: ("--weight-bridge-mode", mode, "--vllm-restart-interval", "3") for mode in ("lora_restart", "none")
+}
 MODES["broadcast"] = ("--weight-bridge-mode", "shared_vllm", "--num-inference-nodes", "2")
 VICTIMS = ("broker", "environment", "server", "engine", "trainer", "trainer mid-publish")
 GROUPS_A_STEP, GROUP_SIZE = 16, 8

@@ -90,7 +90,7 @@ def server_at(url: str) -> int:
     found = psutil.net_connections("tcp")
     pid = next(each.pid for each in found if each.status == "LISTEN" and each.laddr.port == port and each.pid)
     own = [psutil.Process(pid), *psutil.Process(pid).parents()]
-    return next(each.pid for each in own if "example_trainer.vllm_api_server" in each.cmdline())
+    return int(next(each.pid for each in own if "example_trainer.vllm_api_server" in each.cmdline()))
 
 
 def watched(killer: Killer, name: str) -> Any:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +87,36 @@ def lose_node(nodes: RayNodes, process: psutil.Process) -> None:
     nodes.replace(raylet)
 
 
+def hang_node(nodes: RayNodes, process: psutil.Process, *, until: Callable[[], bool]) -> None:
+    """Stop every process of the node that a program runs on, and let them go on later: then all of them have to end."""
+    raylet = nodes.raylet_of(process)
+    stopped = [raylet, *raylet.children(recursive=True)]
+    for each in stopped:
+        each.suspend()
+    try:
+        assert wait_until(until, REPLACED_SECONDS)
+    finally:
+        for each in stopped:
+            each.resume()
+    assert wait_until(lambda: not is_alive(process), REPLACED_SECONDS)
+    nodes.replace(raylet)
+
+
+def has_trained_elsewhere(launched: Launched, before: psutil.Process, steps: int) -> bool:
+    """Return True once a run has made so many steps by another trainer than the one before."""
+    trainers = [process for process in psutil.process_iter() if is_trainer(launched, process)]
+    return launched.steps() >= steps and any(process != before for process in trainers)
+
+
+def is_trainer(launched: Launched, process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return str(launched.run_dir / "configs/trainer.yaml") in process.cmdline() and is_alive(process)
+    return False
+
+
 def trainer_ranks(launched: Launched) -> dict[str, psutil.Process]:
     """Return the processes of the trainer by their rank."""
-    found = {}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if str(launched.run_dir / "configs/trainer.yaml") in process.cmdline() and is_alive(process):
-                found[process.environ()["RANK"]] = process
-    return found
+    return {process.environ()["RANK"]: process for process in psutil.process_iter() if is_trainer(launched, process)}
 
 
 def test_the_demo_learns_with_two_servers_of_which_one_loses_its_node(start, nodes: RayNodes) -> None:
@@ -147,14 +170,15 @@ def test_killed_in_any_phase_of_a_publish_trainer_and_servers_go_on_with_every_b
     assert wait_until(lambda: remains(launched) == [], GONE_SECONDS), remains(launched)
 
 
-def test_a_trainer_whose_node_is_lost_ends_with_the_very_weights_of_a_quiet_run_over_the_same_groups(
-    start, start_launcher, nodes: RayNodes, tmp_path: Path
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_trainer_whose_node_is_lost_or_hangs_ends_with_the_very_weights_of_a_quiet_run_over_the_same_groups(
+    start, start_launcher, nodes: RayNodes, tmp_path: Path, hangs: bool
 ) -> None:
-    steps = 12
+    steps = 24 if hangs else 12
     recorded = tmp_path / "recorded.jsonl"
     record(recorded, groups=steps * GROUPS_A_STEP)
-    flags = (*FLAGS, "--training-steps", str(steps), "--registered-servers", "--num-inference-nodes", "1")
-    flags = (*flags, "--env", str(Path(__file__).with_name("recorded_server.py")))
+    recorded_server = str(Path(__file__).with_name("recorded_server.py"))
+    flags = (*FLAGS, "--training-steps", str(steps), "--registered-servers", "--env", recorded_server)
     variables = {RECORDED_VARIABLE: str(recorded)}
     quiet = start_launcher(*DEMO, "--seed", "1", *flags, run_dir=tmp_path / "quiet", **variables)
     code, _, error = quiet.end(END_SECONDS)
@@ -163,7 +187,10 @@ def test_a_trainer_whose_node_is_lost_ends_with_the_very_weights_of_a_quiet_run_
     killed = start(*flags, placement=listed, run_dir=tmp_path / "killed", **variables)
     killed.wait_for_steps(3, START_SECONDS)
     before = programs(killed)["trainer"]
-    lose_node(nodes, before)
+    if hangs:
+        hang_node(nodes, before, until=partial(has_trained_elsewhere, killed, before, killed.steps() + 2))
+    else:
+        lose_node(nodes, before)
     code, out, error = killed.end(END_SECONDS)
     assert code == 0, error + killed.logs()
     assert "trainer lost its seat on" in out
