@@ -35,7 +35,7 @@ from .killed_run import (
     record,
 )
 from .launch_publish_kills import KILLS, MADE
-from .ray_cluster import GONE_SECONDS, RayNodes, programs, remains, steps_of
+from .ray_cluster import GONE_SECONDS, REPLACED_SECONDS, RayNodes, programs, remains, steps_of
 from .recorded_server import RECORDED_VARIABLE
 
 pytestmark = [
