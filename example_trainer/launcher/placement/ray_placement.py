@@ -191,6 +191,8 @@ class RayPlacement:
     def _counted(self) -> Iterator[None]:
         """Have the end wait for a call of `place`: after it, the call would start a cluster of its own."""
         with self._idle:
+            if self._closed.is_set():
+                raise PlacementFailed("the launch has ended")
             self._calls_of_place += 1
         try:
             yield

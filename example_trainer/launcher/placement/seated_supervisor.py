@@ -71,6 +71,8 @@ class SeatedSupervisor(Supervisor):
 
         `on_wait` is called meanwhile, and may end the wait by an error, also while a call to the cluster hangs.
         """
+        if not roles:
+            return
         placing = self._begin_placing(roles)
         while not placing.done():
             on_wait()

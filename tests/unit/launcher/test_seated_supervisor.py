@@ -195,6 +195,11 @@ def test_a_wait_for_places_ends_by_a_signal_or_with_the_cluster_although_its_cal
         supervisor.place([SERVER], on_wait)
 
 
+def test_a_launch_without_roles_does_not_wait_for_places(tmp_path: Path) -> None:
+    with SeatedSupervisor(tmp_path, Unanswered()) as supervisor:
+        supervisor.place([], lambda: pytest.fail("it waited"))
+
+
 def test_the_code_inside_a_seat_runs_a_program_in_the_launcher_s_folder_without_the_variables_of_the_job_around_it(
     tmp_path: Path, monkeypatch
 ) -> None:
