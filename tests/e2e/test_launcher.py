@@ -148,6 +148,14 @@ def test_kill_9_of_the_launcher_itself_leaves_nothing(standins, traces) -> None:
     assert wait_until(lambda: traces(launched, tree) == [], LIMIT_SECONDS)
 
 
+def test_a_signal_lets_a_trainer_end_its_publish_before_the_server_ends(standins) -> None:
+    launched = standins("--training-steps", "400", STANDIN_TRAINER="publishing")
+    launched.wait_for_steps(3)
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 143
+    assert (launched.run_dir / "published").exists(), launched.logs()
+
+
 @pytest.mark.parametrize("number", list(SIGNALS))
 def test_a_signal_ends_everything_with_its_own_exit_code(standins, traces, number: signal.Signals) -> None:
     launched = standins("--training-steps", "400")

@@ -1,23 +1,18 @@
 """Placement on a Ray cluster: a head and three nodes on this machine, real raylets, stand-ins for the programs.
 
-The last test has the real programs and takes minutes: `ATROPOS_PLACEMENT=1` runs it.
+`test_runs_on_ray` has the real programs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
@@ -27,6 +22,7 @@ from example_trainer.commands.scaling import scale
 from example_trainer.processes.tree import is_alive, wait_until
 
 from .conftest import Launched
+from .ray_cluster import GONE_SECONDS, REPLACED_SECONDS, RayNodes, programs, remains, steps_of
 
 pytestmark = [
     pytest.mark.e2e,
@@ -34,72 +30,10 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="could not import ray, which is not locked"),
 ]
 
-ROOT = Path(__file__).resolve().parents[2]
-NODES = Path(__file__).with_name("ray_nodes.py")
-GONE_SECONDS = 10.0
-REPLACED_SECONDS = 90.0
 FLAGS = (
     *("--registered-servers", "--weight-bridge-mode", "lora_only", "--num-inference-nodes", "2"),
     *("--placement", "ray", "--placement-timeout", "20"),
 )
-
-
-class RayNodes:
-    """The cluster's program, and the process ids that it reports."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(NODES)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "RAY_memory_monitor_refresh_ms": "0"},
-        )
-        told = self._read()
-        self.address: str = told["address"]
-        self.gcs = psutil.Process(told["gcs"])
-        self.raylets = [psutil.Process(pid) for pid in told["raylets"]]
-
-    def ask(self, words: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(words + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def free_gpus(self) -> float:
-        return float(self.ask("free").get("GPU", 0.0))
-
-    def replace(self, raylet: psutil.Process) -> None:
-        """Start a node in the place of one that was killed."""
-        self.raylets.remove(raylet)
-        self.raylets.append(psutil.Process(self.ask("add")["raylet"]))
-
-    def raylet_of(self, process: psutil.Process) -> psutil.Process:
-        """Return the raylet of the node that a program runs on."""
-        return next(parent for parent in process.parents() if parent in self.raylets)
-
-    def close(self) -> None:
-        tree = psutil.Process(self._process.pid).children(recursive=True)
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(20)
-        for process in [psutil.Process(self._process.pid), *tree] if self._process.poll() is None else tree:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        self._process.wait(10)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                found: dict[str, Any] = json.loads(line)
-                return found
-        raise AssertionError("the cluster's program has ended")
 
 
 @pytest.fixture(scope="module")
@@ -117,36 +51,6 @@ def start(standins: Callable[..., Launched], nodes: RayNodes) -> Callable[..., L
         return standins(*FLAGS, "--placement-address", nodes.address, *flags, **variables)
 
     return start
-
-
-def programs(launched: Launched) -> dict[str, psutil.Process]:
-    """Return the run's programs by the name of their settings file, on every node; `plot` has none."""
-    found = {}
-    for process in psutil.process_iter(["cmdline"]):
-        for word in process.info["cmdline"] or ():
-            if word.startswith(f"{launched.run_dir}/configs/") and is_alive(process):
-                found[Path(word).stem] = process
-    return found
-
-
-def remains(launched: Launched) -> list[str]:
-    """Return what is left of a run on any node: processes with its directory, and the guardians of its seats."""
-    left = [repr(process) for process in programs(launched).values()]
-    return left + [repr(process) for process in marked(launched)]
-
-
-def marked(launched: Launched) -> list[psutil.Process]:
-    """Return the processes whose environment has the run's directory."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if any(str(launched.run_dir) in value for value in process.environ().values()) and is_alive(process):
-                found.append(process)
-    return found
-
-
-def steps_of(launched: Launched) -> list[int]:
-    return [json.loads(line)["step"] for line in launched.metrics.read_text().splitlines()]
 
 
 def test_a_run_trains_on_the_nodes_and_gives_everything_back(start, nodes: RayNodes) -> None:
@@ -245,6 +149,21 @@ def test_what_the_cluster_has_no_place_for_is_a_table_and_nothing_is_left(start,
     assert wait_until(lambda: nodes.free_gpus() == 6.0, GONE_SECONDS)
 
 
+def test_a_run_waits_for_places_until_a_node_joins_the_cluster(start, nodes, tmp_path: Path) -> None:
+    wants = tmp_path / "wants.yaml"
+    wants.write_text("trainer: {}\nplacement: {trainer: {gpus: 2}, vllm: {gpus: 2}}\n")
+    launched = start("--config", str(wants), "--num-inference-nodes", "3", "--placement-timeout", "120")
+    assert wait_until(lambda: nodes.free_gpus() == 0.0, REPLACED_SECONDS)  # three of the four have their places
+    assert programs(launched) == {}
+    nodes.add()
+    try:
+        code, _, error = launched.end(120)
+        assert (code, error) == (0, ""), launched.logs()
+        assert wait_until(lambda: remains(launched) == [], GONE_SECONDS), remains(launched)
+    finally:
+        nodes.raylets.pop().kill()
+
+
 def test_kill_9_of_the_launcher_ends_every_process_on_every_node(start, nodes) -> None:
     launched = start("--training-steps", "4000")
     launched.wait_for_steps(3)
@@ -276,6 +195,31 @@ def test_without_the_head_a_run_ends_with_the_line_that_resumes_it_and_goes_on_h
     assert steps_of(resumed) == list(range(1, steps + 1))
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_without_the_head_a_run_that_waits_for_places_ends_with_one_line_or_by_its_signal(
+    standins, tmp_path: Path, is_stopped: bool
+) -> None:
+    wants = tmp_path / "wants.yaml"
+    wants.write_text("trainer: {}\nplacement: {trainer: {gpus: 2}, vllm: {gpus: 3}}\n")
+    nodes = RayNodes()
+    try:
+        flags = ("--placement-address", nodes.address, "--config", str(wants), "--placement-timeout", "600")
+        launched = standins(*FLAGS, *flags)
+        assert wait_until(lambda: nodes.free_gpus() == 4.0, REPLACED_SECONDS)  # the trainer has its place
+        nodes.gcs.kill()
+        if is_stopped:
+            launched.process.send_signal(signal.SIGINT)
+        # Ray itself ends a program without a word 60 s after its head.
+        code, _, error = launched.end(45)
+        assert error.count("\n") == 1, error
+        told = "stopped by SIGINT" if is_stopped else f"the Ray head at {nodes.address} does not answer any more"
+        assert told in error
+        assert code == (130 if is_stopped else 1)
+        assert wait_until(lambda: remains(launched) == [], GONE_SECONDS), remains(launched)
+    finally:
+        nodes.close()
+
+
 def test_nothing_at_the_address_is_one_line(standins) -> None:
     begun = time.monotonic()
     code, _, error = standins(*FLAGS, "--placement-address", "127.0.0.1:9").end()
@@ -283,24 +227,3 @@ def test_nothing_at_the_address_is_one_line(standins) -> None:
     assert "--placement-address 127.0.0.1:9: nothing answers there" in error
     assert error.count("\n") == 1
     assert time.monotonic() - begun < 30
-
-
-def test_the_demo_learns_with_two_servers_of_which_one_loses_its_node(start_launcher, nodes: RayNodes) -> None:
-    if "ATROPOS_PLACEMENT" not in os.environ:
-        pytest.skip("takes minutes; ATROPOS_PLACEMENT=1 runs it")
-    demo = ("-m", "example_trainer.run", "--config", str(ROOT / "configs/demo.yaml"), "--seed", "1", *FLAGS)
-    launched = start_launcher(sys.executable, *demo, "--placement-address", nodes.address)
-    launched.wait_for_steps(5, 900)
-    raylet = nodes.raylet_of(programs(launched)["vllm-2"])
-    raylet.kill()
-    nodes.replace(raylet)
-    code, out, error = launched.end(1500)
-    assert code == 0, error + launched.logs()
-    assert "vllm-2 lost its seat on" in out
-    rows = [json.loads(line) for line in launched.metrics.read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    summary = json.loads((launched.run_dir / "summary.json").read_text())
-    assert summary["accuracy_base"] <= 0.15
-    assert summary["accuracy_trained"] >= 0.9
-    assert max(row["alignment/diff_max"] for row in rows if "alignment/diff_max" in row) <= 1e-4
-    assert wait_until(lambda: remains(launched) == [], GONE_SECONDS), remains(launched)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.identity import LOOPBACK_NAMES
 from example_trainer.launcher.placement.roles import LocalPlacement, Placement, Role
 from example_trainer.launcher.placement.settings import PlacementSettings, SeatResources
 from example_trainer.launcher.plan import TRAINER, server_name
@@ -32,7 +33,7 @@ def open_placement(settings: RunSettings, run: RunDir) -> Placement:
 
 
 def check_fits(settings: RunSettings) -> None:
-    """Raise `ConfigError` for settings that name ports, GPUs or addresses of one machine."""
+    """Raise `ConfigError` for settings that name ports, GPUs or addresses of one machine alone."""
     config = settings.trainer
     refused = {
         "--placement ray needs --registered-servers: servers on other nodes are known by the broker's registry": (
@@ -44,10 +45,14 @@ def check_fits(settings: RunSettings) -> None:
         "(placement: vllm: gpus)": config.vllm_gpu is not None,
         "--vllm-port and --vllm.port name a port of one machine; under --placement ray each server takes a free one of "
         "its node": "vllm_port" in config.model_fields_set or "port" in settings.section("vllm"),
+        "--api.host and --vllm.host name the loopback interface, which other nodes do not reach; under --placement ray "
+        "leave them out": any(str(settings.section(name).get("host")) in LOOPBACK_NAMES for name in ("api", "vllm")),
     }
     for sentence, applies in refused.items():
         if applies:
             raise ConfigError(sentence)
+    for name in [role.name for role in roles_of(settings) if not role.cpus and not role.gpus]:
+        raise ConfigError(f"placement: {name} has no CPU and no GPU, and Ray places nothing without; give it cpus: 0.1")
 
 
 def roles_of(settings: RunSettings, *, has_gpus: bool | None = None) -> list[Role]:

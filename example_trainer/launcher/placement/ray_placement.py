@@ -14,7 +14,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,13 +155,22 @@ class RayPlacement:
         self._lock = threading.Lock()
         self._placed: dict[str, _Placed] = {}
         self._closed = threading.Event()
+        self._idle = threading.Condition()
+        self._calls_of_place = 0
         self._numbers = itertools.count(1)
         self._actor_class = ray.remote(_SeatActor)
         self._head_asked_at = 0.0
         self._head_silences = 0
 
-    def place(self, roles: Sequence[Role], on_wait: Callable[[], None]) -> Places:
+    def place(self, roles: Sequence[Role]) -> Places:
         """Reserve all groups, those with GPUs first, and start an actor in each bundle; a failure releases all."""
+        with self._counted():
+            placed = self._place(roles)
+            with self._lock:
+                self._placed.update(placed)
+        return {name: each.seats for name, each in placed.items()}
+
+    def _place(self, roles: Sequence[Role]) -> dict[str, _Placed]:
         ordered = sorted(roles, key=lambda role: -role.gpus * role.seats)
         placed: dict[str, _Placed] = {}
         try:
@@ -169,16 +178,28 @@ class RayPlacement:
                 bundle = {"CPU": role.cpus, "GPU": role.gpus}
                 bundles = [{name: amount for name, amount in bundle.items() if amount}] * role.seats
                 placed[role.name] = _Placed(placement_group(bundles, strategy="PACK"), [])
-            self._await_groups(ordered, placed, on_wait)
+            self._await_groups(ordered, placed)
             for role in ordered:
                 placed[role.name].seats = self._start_actors(role, placed[role.name].group)
         except BaseException:
             for each in placed.values():
                 _remove(each)
             raise
-        with self._lock:
-            self._placed.update(placed)
-        return {name: each.seats for name, each in placed.items()}
+        return placed
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Have the end wait for a call of `place`: after it, the call would start a cluster of its own."""
+        with self._idle:
+            if self._closed.is_set():
+                raise PlacementFailed("the launch has ended")
+            self._calls_of_place += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._calls_of_place -= 1
+                self._idle.notify_all()
 
     def release(self, role: str) -> None:
         with self._lock:
@@ -207,6 +228,8 @@ class RayPlacement:
         ending.join(CLOSE_SECONDS)
 
     def _release_all(self) -> None:
+        with self._idle:
+            self._idle.wait_for(lambda: not self._calls_of_place)
         # Threads that Python does not wait for at its end: a call to a head that is gone takes a minute.
         threads = [threading.Thread(target=self.release, args=(role,), daemon=True) for role in list(self._placed)]
         for thread in threads:
@@ -215,16 +238,14 @@ class RayPlacement:
             thread.join()
         ray.shutdown()
 
-    def _await_groups(self, roles: Sequence[Role], placed: Mapping[str, _Placed], on_wait: Callable[[], None]) -> None:
+    def _await_groups(self, roles: Sequence[Role], placed: Mapping[str, _Placed]) -> None:
         deadline = time.monotonic() + self._settings.timeout
         waiting = list(roles)
         while waiting := [role for role in waiting if not _is_ready(placed[role.name].group)]:
-            if self._closed.is_set():
-                raise PlacementFailed(f"{waiting[0].name}: the launch has ended")
             if time.monotonic() > deadline:
                 raise PlacementFailed(self._shortfall(roles, waiting))
-            on_wait()
-            time.sleep(PLACE_INTERVAL_SECONDS)
+            if self._closed.wait(PLACE_INTERVAL_SECONDS):
+                raise PlacementFailed(f"{waiting[0].name}: the launch has ended")
 
     def _start_actors(self, role: Role, group: PlacementGroup) -> list[RaySeat]:
         actors = []
@@ -241,10 +262,7 @@ class RayPlacement:
             actors.append((seat_name, made, made.arrive.remote(self._run.logs)))
         seats = []
         for seat_name, actor, arrived in actors:
-            try:
-                address, sees = ray.get(arrived, timeout=ARRIVE_SECONDS)
-            except RayError as error:
-                raise PlacementFailed(f"{seat_name} did not start on its node: {_cause(error)}") from error
+            address, sees = self._await_actor(seat_name, arrived)
             if not sees:
                 raise PlacementFailed(
                     f"the node {address} does not see {self._run.logs}; put --run-dir on a file system that every node "
@@ -252,6 +270,20 @@ class RayPlacement:
                 )
             seats.append(RaySeat(seat_name, address, actor))
         return seats
+
+    def _await_actor(self, seat_name: str, arrived: Any) -> tuple[str, bool]:
+        """Return the answer of an actor's `arrive`."""
+        deadline = time.monotonic() + ARRIVE_SECONDS
+        while not ray.wait([arrived], timeout=PLACE_INTERVAL_SECONDS)[0]:
+            if self._closed.is_set():
+                raise PlacementFailed(f"{seat_name}: the launch has ended")
+            if time.monotonic() > deadline:
+                raise PlacementFailed(f"{seat_name} did not start on its node within {ARRIVE_SECONDS:g} s")
+        try:
+            address, sees = ray.get(arrived)
+        except RayError as error:
+            raise PlacementFailed(f"{seat_name} did not start on its node: {_cause(error)}") from error
+        return str(address), bool(sees)
 
     def _shortfall(self, roles: Sequence[Role], waiting: Sequence[Role]) -> str:
         """Return a table of the resources that are wanted, registered and free, and the nodes."""

@@ -7,7 +7,7 @@ without a role run beside the launcher.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,8 +77,8 @@ Places = Mapping[str, Sequence[Seat]]
 class Placement(Protocol):
     """Gives seats to roles. Any thread may call it."""
 
-    def place(self, roles: Sequence[Role], on_wait: Callable[[], None]) -> Places:
-        """Place all roles or none, calling `on_wait` meanwhile; raise `PlacementFailed` once the time is over."""
+    def place(self, roles: Sequence[Role]) -> Places:
+        """Place all roles or none; raise `PlacementFailed` once the time is over, or after `close`."""
 
     def release(self, role: str) -> None:
         """Give the seats of a role back; a gang that has lost one seat is placed anew as a whole."""
@@ -96,8 +96,7 @@ class Placement(Protocol):
 class LocalPlacement:
     """Gives no seat: every program runs beside the launcher."""
 
-    def place(self, roles: Sequence[Role], on_wait: Callable[[], None]) -> Places:
-        del on_wait
+    def place(self, roles: Sequence[Role]) -> Places:
         if roles:
             raise PlacementFailed(f"{roles[0].name}: a local placement has no seats; use --placement ray")
         return {}

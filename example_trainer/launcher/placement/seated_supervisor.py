@@ -7,9 +7,10 @@ a thread, so that the launch goes on meanwhile; a role that finds no place in ti
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from example_trainer.launcher.supervisor import STOP_GRACE_SECONDS, Supervisor
 from example_trainer.processes.child import ChildSpec, LostProcess, SupervisedProgram
 
 _PARALLEL_STOPS = 32
+_WAIT_INTERVAL_SECONDS = 0.1
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,11 +64,21 @@ class SeatedSupervisor(Supervisor):
         self._seats: dict[str, Sequence[Seat]] = {}
         self._programs: dict[str, SeatedProgram] = {}
         self._placing: dict[str, Future[Places]] = {}
-        self._threads = ThreadPoolExecutor(_PARALLEL_STOPS, thread_name_prefix="placement")
+        self._threads = ThreadPoolExecutor(_PARALLEL_STOPS, thread_name_prefix="seats")
 
     def place(self, roles: Sequence[Role], on_wait: Callable[[], None]) -> None:
-        """Place all roles of the launch, before any program is started; raise `PlacementFailed` if one has no place."""
-        self._seats.update(self._placement.place(roles, on_wait))
+        """Place all roles of the launch, before any program is started; raise `PlacementFailed` if one has no place.
+
+        `on_wait` is called meanwhile, and may end the wait by an error, also while a call to the cluster hangs.
+        """
+        if not roles:
+            return
+        placing = self._begin_placing(roles)
+        while not placing.done():
+            on_wait()
+            self._placement.lost()  # raises if there is no cluster any more
+            wait([placing], _WAIT_INTERVAL_SECONDS)
+        self._seats.update(placing.result())
         self._roles.update((role.name, role) for role in roles)
 
     def describe_places(self) -> Mapping[str, Any]:
@@ -97,7 +109,7 @@ class SeatedSupervisor(Supervisor):
         if role.name in self._seats:
             self._start_in_seats(program)
         else:
-            self._placing[role.name] = self._threads.submit(self._placement.place, [role], lambda: None)
+            self._placing[role.name] = self._begin_placing([role])
         return program
 
     def failed(self) -> list[SupervisedProgram]:
@@ -137,6 +149,19 @@ class SeatedSupervisor(Supervisor):
         super().close(grace_seconds=grace_seconds)
         self._placement.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _begin_placing(self, roles: Sequence[Role]) -> Future[Places]:
+        """Place roles in a thread that Python does not wait for at its end: a head that is gone never answers."""
+        placing: Future[Places] = Future()
+
+        def place() -> None:
+            try:
+                placing.set_result(self._placement.place(roles))
+            except BaseException as error:  # noqa: BLE001 - it is raised where the places are awaited
+                placing.set_exception(error)
+
+        threading.Thread(target=place, name="placement", daemon=True).start()
+        return placing
 
     def _role_of(self, name: str) -> Role | None:
         """Return the role of a program; that of a server which was not there at the start is like the first one's."""

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator
 
 from atropos_api.common.cliconfig import ConfigError, check_keys, validate
 from example_trainer.options.layout import BadLayout, DistributedLayout
@@ -15,6 +15,8 @@ from example_trainer.processes.ports import LAST_PORT
 
 PlacementKind = Literal["local", "ray"]
 DEFAULT_TIMEOUT_SECONDS = 180.0
+
+_DIGITS = 4
 
 _FLAGS = {"kind": "placement", "address": "placement_address", "timeout": "placement_timeout"}
 """The keys of the section that have a flag, and the flag's name."""
@@ -31,12 +33,25 @@ class SeatResources(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    cpus: float = Field(1.0, ge=0.0, description="CPUs that the cluster counts for a seat.")
+    cpus: float = Field(1.0, ge=0.0, allow_inf_nan=False, description="CPUs that the cluster counts for a seat.")
     gpus: float | None = Field(
         None,
         ge=0.0,
+        allow_inf_nan=False,
         description="GPUs of a seat, also a part of one; unset: those of one process, where there are GPUs.",
     )
+
+    @field_validator("cpus", "gpus")
+    @classmethod
+    def _check_parts(cls, amount: float | None, info: ValidationInfo) -> float | None:
+        """Refuse what Ray does not count: part of several GPUs, and parts below a ten-thousandth."""
+        if amount is None:
+            return None
+        if info.field_name == "gpus" and amount > 1.0 and not amount.is_integer():
+            raise ValueError("above 1 it must be a whole number of GPUs")
+        if round(amount, _DIGITS) != amount:
+            raise ValueError(f"it has more than {_DIGITS} digits after the point")
+        return amount
 
 
 class PlacementSettings(BaseModel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from example_trainer.launcher.placement.roles import PlacementFailed, Places, ProgramState, Role, Seat
@@ -44,8 +44,7 @@ class FakePlacement:
         self.is_closed = False
         self._given = 0
 
-    def place(self, roles: Sequence[Role], on_wait: Callable[[], None]) -> Places:
-        on_wait()
+    def place(self, roles: Sequence[Role]) -> Places:
         wanted = sum(role.seats for role in roles)
         if wanted > self.free:
             raise PlacementFailed(f"wanted {wanted}, free {self.free}")

@@ -50,11 +50,29 @@ def test_an_address_that_may_name_another_cluster_is_refused_with_the_reason(add
         (("--vllm-gpu", "1"), "numbers the GPUs of one machine"),
         (("--vllm-port", "9001"), "name a port of one machine"),
         (("--vllm.port", "9001"), "name a port of one machine"),
+        (("--api.host", "127.0.0.1"), "which other nodes do not reach"),
+        (("--vllm.host", "localhost"), "which other nodes do not reach"),
     ],
 )
 def test_settings_of_one_machine_are_refused_as_soon_as_by_the_dry_run(flags, told) -> None:
     with pytest.raises(ConfigError, match=told):
         plan_launch(settings_of(*RAY, *flags))
+
+
+@pytest.mark.parametrize(
+    ("resources", "told"),
+    [
+        ("vllm: {gpus: 1.5}", "placement: .*gpus: .*whole number of GPUs"),
+        ("trainer: {cpus: 0.00001}", "placement: .*cpus: .*more than 4 digits"),
+        ("vllm: {cpus: .inf}", "placement: .*cpus: .*finite number"),
+        ("environment: {cpus: 0}", "placement: environment has no CPU and no GPU"),
+    ],
+)
+def test_resources_that_ray_does_not_count_are_refused_as_soon_as_by_the_dry_run(tmp_path, resources, told) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"trainer: {{}}\nplacement: {{{resources}}}\n")
+    with pytest.raises(ConfigError, match=told):
+        plan_launch(settings_of(*RAY, "--config", str(path)))
 
 
 def test_without_ray_installed_it_is_one_line_with_the_command_that_installs_it(tmp_path: Path, monkeypatch) -> None:

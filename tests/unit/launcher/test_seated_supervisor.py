@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
-from example_trainer.launcher.placement.roles import LocalPlacement, PlacementFailed, ProgramState, Role
+from example_trainer.launcher.placement.roles import LocalPlacement, PlacementFailed, Places, ProgramState, Role
 from example_trainer.launcher.placement.seat import SeatHost
 from example_trainer.launcher.placement.seated_supervisor import SeatedSupervisor
 from example_trainer.launcher.placement.testing import FakePlacement
 from example_trainer.launcher.restarts import RestartBudget, Restarts
-from example_trainer.processes.child import ChildSpec
+from example_trainer.processes.child import ChildFailed, ChildSpec
 from example_trainer.processes.cleanup import Guardian
 from example_trainer.processes.tree import MARK_VARIABLE, wait_until
 
@@ -153,6 +155,49 @@ def test_a_run_that_does_not_fit_starts_nothing(tmp_path: Path) -> None:
         supervisor.place([SERVER, TRAINER], lambda: None)
     with SeatedSupervisor(tmp_path, LocalPlacement()) as supervisor, pytest.raises(PlacementFailed, match="no seats"):
         supervisor.place([SERVER], lambda: None)
+
+
+class Unanswered(FakePlacement):
+    """A placement on a cluster that does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__(free=0)
+        self.closed = threading.Event()
+        self.has_ended = False
+
+    def place(self, roles: Sequence[Role]) -> Places:
+        self.closed.wait()
+        return super().place(roles)
+
+    def lost(self) -> Mapping[str, str]:
+        if self.has_ended:
+            raise ChildFailed("the head does not answer any more", exit_code=1)
+        return super().lost()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_wait_for_places_ends_by_a_signal_or_with_the_cluster_although_its_call_hangs(
+    tmp_path: Path, has_ended: bool
+) -> None:
+    placement, calls = Unanswered(), itertools.count()
+
+    def on_wait() -> None:
+        if next(calls):
+            placement.has_ended = has_ended
+            if not has_ended:
+                raise KeyboardInterrupt
+
+    raised = pytest.raises(ChildFailed if has_ended else KeyboardInterrupt)
+    with raised, SeatedSupervisor(tmp_path, placement) as supervisor:
+        supervisor.place([SERVER], on_wait)
+
+
+def test_a_launch_without_roles_does_not_wait_for_places(tmp_path: Path) -> None:
+    with SeatedSupervisor(tmp_path, Unanswered()) as supervisor:
+        supervisor.place([], lambda: pytest.fail("it waited"))
 
 
 def test_the_code_inside_a_seat_runs_a_program_in_the_launcher_s_folder_without_the_variables_of_the_job_around_it(
