@@ -137,7 +137,8 @@ class VllmServer:
         url = f"http://127.0.0.1:{port}"
         # No connection is closed as surplus: httpcore may close one that a thread has just been given (EBADF, once in
         # 100 publishes under 64 callers).
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        # The server closes idle connections after 5 s, which is httpx's limit too: one of them was used at that moment.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
         client = httpx.Client(base_url=url, timeout=120, limits=limits)
         server = cls(process, url, log_path, directory, model, client)
         server.wait_until_healthy()

@@ -224,8 +224,8 @@ _EVERYWHERE = (
     Mutant(
         "the last number counts",
         _MATH,
-        "if not _PROSE.fullmatch(text) or not",
-        "if not",
+        "if not _PROSE.fullmatch(text):",
+        "if not text:",
         f"{_ANSWERS}what_denies_the_gold_is_not_the_gold",
     ),
 )

@@ -62,7 +62,8 @@ def test_a_paused_request_recomputes_just_what_it_had(server, wait_until):
     before = server.debug()["recomputed_tokens_total"]
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(server.generate, [5] * 10, max_tokens=2000, ignore_eos=True, compact=True)
-        wait_until(lambda: server.debug()["requests_inside"] == 1)
+        wait_until(lambda: pending.done() or server.debug()["requests_inside"] == 1)
+        assert not pending.done(), pending.result()
         answer = server.publish(in_flight="recompute")
         reply = pending.result()
     (_, boundary, _), _ = reply["policy_versions"][0]
