@@ -34,6 +34,8 @@ PRESETS = ("all-linear", "attention", "mlp")
 LAYER_FLAG = "--lora-layer-indices"
 _PREFIX = "base_model.model."
 _MATRICES = ("lora_A", "lora_B")
+_BLOCK = re.compile(r"^.*?\.\d+\.")
+"""The beginning of a parameter's name, up to its layer's number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,9 +199,6 @@ def describe_left_out(module: nn.Module, adapter: Adapter, options: AdapterOptio
             "the dtype of --dtype"
         )
     return said
-
-
-_BLOCK = re.compile(r"^.*?\.\d+\.")
 
 
 class _DropoutWithGradients(nn.Dropout):

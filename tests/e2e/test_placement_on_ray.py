@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import signal
@@ -38,9 +39,8 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    cluster = RayNodes()
-    yield cluster
-    cluster.close()
+    with contextlib.closing(RayNodes()) as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -56,9 +56,8 @@ STEPS_A_KILL = 3
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    cluster = RayNodes()
-    yield cluster
-    cluster.close()
+    with contextlib.closing(RayNodes()) as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from example_trainer.modeling import logprobs as head
 from example_trainer.modeling.attention import Segment, build_layout, install, packed_attention
 from example_trainer.modeling.kernels import install_kernels
 from example_trainer.modeling.loading import PolicyOptions
-from tests.gpu.training import flop_utilisation, make_model, make_rows, run_step
+from tests.gpu.training import flop_utilisation, make_model, make_rows, peak_bytes, run_step
 
 TOKENS, VOCABULARY, HIDDEN_SIZE = 16_384, 151_936, 1536
 
@@ -35,16 +35,6 @@ def run_head(hidden, weight, labels):
     index, ones = torch.arange(len(labels), device="cuda"), torch.ones(len(labels), device="cuda")
     logprobs, _ = head.token_logprobs(hidden, weight, index, labels, ones, chunk_tokens=len(labels))
     logprobs.sum().backward()
-
-
-def peak_bytes(action, *leaves):
-    for leaf in leaves:
-        leaf.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    action()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def add_beside(total, left, right):

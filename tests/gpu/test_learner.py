@@ -13,7 +13,16 @@ from example_trainer.modeling.attention import install
 from example_trainer.modeling.loading import PolicyOptions, Sharding
 from example_trainer.modeling.logprobs import token_logprobs
 from example_trainer.modeling.micro_batches import Row, pack_rows
-from tests.gpu.training import TOKEN_BUDGET, flop_utilisation, make_model, make_rows, micro_batches, run_step, score
+from tests.gpu.training import (
+    TOKEN_BUDGET,
+    flop_utilisation,
+    make_model,
+    make_rows,
+    micro_batches,
+    peak_bytes,
+    run_step,
+    score,
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +66,6 @@ def test_the_loss_stage_takes_a_tenth_of_full_logits_at_most(record_claim):
 
     peaks = [peak_bytes(action, weight, hidden) for action in (chunked, full)]
     record_claim("head-memory", peaks[0] / peaks[1])
-
-
-def peak_bytes(action, *leaves):
-    for leaf in leaves:
-        leaf.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    action()
-    return torch.cuda.max_memory_allocated() - before
 
 
 @pytest.mark.parametrize("activations", ["kept-activations", "checkpointed", "offloaded"])

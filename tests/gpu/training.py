@@ -84,6 +84,17 @@ def score(module, micro, labels, passes=None):
     return token_logprobs(states, weight, micro.hidden_index, labels, ones, bias=bias, passes=passes)[0]
 
 
+def peak_bytes(action, *leaves):
+    """Return the most memory that an action takes in addition; the gradients of `leaves` are dropped before."""
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    action()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def flop_utilisation(policy: Policy, rows, seconds):
     """Return the part of the GPU's peak that a step's forward and backward use; None for a GPU that is not listed."""
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)

@@ -15,6 +15,7 @@ from example_trainer.sft.cli import run
 from example_trainer.testing import make_tiny_model
 from example_trainer.tiny.model import PADDED_VOCABULARY_SIZE
 from example_trainer.tiny.tokenizer import make_tokenizer
+from tests.unit.memory.test_preflight import EIGHT_BILLION
 
 from .conftest import CHATS, Rows
 
@@ -114,16 +115,6 @@ def test_a_checkpoint_of_other_data_or_of_grpo_is_not_resumed(sft: Sft) -> None:
         sft("--training-steps", "2", "--resume", "auto")
 
 
-LARGE = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-}
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -132,7 +123,7 @@ LARGE = {
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_read(tmp_path: Path, flags: str, message: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LARGE))
+    (tmp_path / "config.json").write_text(json.dumps(EIGHT_BILLION))
     argv = ["--model-name", str(tmp_path), "--dataset", "none.jsonl", "--save-path", str(tmp_path / "out")]
     with pytest.raises(DoesNotFit, match=message) as refused:
         run([*argv, *flags.split()])
@@ -141,7 +132,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_read(tmp_path: 
 
 
 def test_fit_auto_chooses_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LARGE))
+    (tmp_path / "config.json").write_text(json.dumps(EIGHT_BILLION))
     argv = ["--model-name", str(tmp_path), "--dataset", "none.jsonl", "--save-path", str(tmp_path / "out")]
     assert run([*argv, "--gpu-memory-gb", "80", "--optimizer", "adamw", "--fit", "auto", "--dry-run"]) == 0
     chosen = json.loads(capsys.readouterr().out)
