@@ -90,7 +90,7 @@ class Stage:
     before: tuple[tuple[str, ...], ...] = ()
     """Commands of the project that prepare the stage, as arguments to Python."""
     side_by_side: bool = True
-    """Two files at a time, as in `make test`; whole runs have the machine to themselves."""
+    """Two files at a time, as in `make test`; a cluster of Ray has the machine to itself."""
 
 
 STAGES = (
@@ -124,7 +124,7 @@ STAGES = (
     Stage("serving", ("tests/integration/serving",)),
     Stage("weights", ("tests/integration/weights",)),
     Stage("trainer", ("tests/integration/trainer",)),
-    Stage("runs", ("tests/e2e",), side_by_side=False),
+    Stage("runs", ("tests/e2e",)),
 )
 
 
