@@ -32,7 +32,7 @@ from environments.commands import environment_names, load_environment
 from environments.sdk.base_env import BaseEnv
 from environments.sdk.config import APIServerConfig
 from environments.sdk.environment import Environment
-from environments.sdk.inference.sampling import TRUNCATING
+from environments.sdk.inference.sampling import MASKING, TRUNCATING
 from environments.sdk.runtime.cli import read_command
 from environments.sdk.tokenizer import load_tokenizer
 
@@ -69,6 +69,8 @@ class Facts:
     """True if every rollout that can be seen in the source is a chat, so that a chat template is needed."""
     truncating: list[FixedParameter] = field(default_factory=list)
     """Parameters that make the sampled distribution differ from the model's."""
+    maskable: list[str] = field(default_factory=lambda: sorted(MASKING))
+    """Names of those that only forbid tokens, so that a sampling mask makes the ratio exact."""
     temperatures: list[FixedParameter] = field(default_factory=list)
     stops: list[str] = field(default_factory=list)
     """Texts at which rollouts end, as far as they are constants or settings."""

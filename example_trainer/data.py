@@ -34,6 +34,7 @@ from example_trainer.objective.advantages import (
     shuffle,
 )
 from example_trainer.objective.losses import Targets
+from example_trainer.objective.sampling_masks import NO_TOKEN
 from example_trainer.options.training_options import TrainingOptions
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class DataSettings:
     """True if the loss learns from `distill_token_ids`; else they are not read."""
     shuffle_advantages: bool = False
     seed: int = 0
+    vocabulary: int | None = None
+    """Number of the policy's tokens: a larger id is an error; None: not checked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -73,7 +76,7 @@ class TrainingBatch:
     """Mean of the (negative) length penalties; `rewards` do not include it."""
 
 
-def data_settings(config: TrainingOptions) -> DataSettings:
+def data_settings(config: TrainingOptions, *, vocabulary: int | None = None) -> DataSettings:
     raw_rewards = config.loss_type == "no_baseline"
     return DataSettings(
         max_tokens=config.seq_len,
@@ -92,6 +95,7 @@ def data_settings(config: TrainingOptions) -> DataSettings:
         teacher=config.distill != "none",
         shuffle_advantages=config.shuffle_advantages,
         seed=config.seed,
+        vocabulary=vocabulary,
     )
 
 
@@ -106,7 +110,10 @@ def prepare_batch(
     counts = dict.fromkeys(("overlong", "truncated", "no_signal", "no_trained_token", "zeroed"), 0)
     counts["absent"] = absent
     read = [
-        [read_sequence(group, number, index, reads_teacher=settings.teacher) for index in range(len(group.tokens))]
+        [
+            read_sequence(group, number, index, settings.teacher, settings.vocabulary)
+            for index in range(len(group.tokens))
+        ]
         for number, group in enumerate(batch.groups)
     ]
     lengths = [len(candidate.targets) for candidates in read for candidate in candidates]
@@ -243,6 +250,7 @@ def _targets(kept: Sequence[Candidate]) -> Targets:
         version_bounds=_join([candidate.version_bounds for candidate in kept], np.int64),
         reference_logprobs=_references(kept),
         truncated_sampling=_truncated_sampling(kept),
+        sampling_masks=_sampling_masks(kept),
         teacher_ids=teacher_ids,
         teacher_logprobs=teacher_logprobs,
     )
@@ -258,10 +266,31 @@ def _references(kept: Sequence[Candidate]) -> Tensor | None:
 
 
 def _truncated_sampling(kept: Sequence[Candidate]) -> Tensor | None:
-    """Return a mask of the tokens whose group was sampled from a truncated distribution; None if no group was."""
+    """Return booleans: True where a distribution was truncated to tokens that are not known; None if no group's was."""
     if not any(candidate.truncated_sampling for candidate in kept):
         return None
-    return _join([np.full(len(one.targets), one.truncated_sampling) for one in kept], np.bool_)
+    return _join([_unknown_truncation(candidate) for candidate in kept], np.bool_)
+
+
+def _unknown_truncation(one: Candidate) -> NDArray[np.bool_]:
+    if one.sampling_masks is None or not one.truncated_sampling:
+        return np.full(len(one.targets), one.truncated_sampling)
+    return np.array([not len(mask) for mask in one.sampling_masks], dtype=np.bool_)
+
+
+def _sampling_masks(kept: Sequence[Candidate]) -> Tensor | None:
+    """Return all sequences' sampling masks, padded with -1 to one width; None if there are none."""
+    known = [candidate.sampling_masks for candidate in kept if candidate.sampling_masks is not None]
+    width = max((len(mask) for masks in known for mask in masks), default=0)
+    if not width:
+        return None
+    padded = np.full((sum(len(candidate.targets) for candidate in kept), width), NO_TOKEN, dtype=np.int64)
+    first = 0
+    for candidate in kept:
+        for at, mask in enumerate(candidate.sampling_masks or (), start=first):
+            padded[at, : len(mask)] = mask
+        first += len(candidate.targets)
+    return torch.from_numpy(padded)
 
 
 def _teachers(kept: Sequence[Candidate]) -> tuple[Tensor | None, Tensor | None]:

@@ -46,6 +46,8 @@ class Candidate:
     reference_logprobs: FloatArray | None
     teacher: Teacher | None
     truncated_sampling: bool
+    sampling_masks: list[IntArray] | None
+    """Per trained token the ids that its draw could choose from, none where they are not known."""
     versions: IntArray
     version_bounds: IntArray
     group: int
@@ -65,10 +67,14 @@ class Candidate:
             self.reference_logprobs = self.reference_logprobs[inside]
         if self.teacher is not None:
             self.teacher = (self.teacher[0][inside], self.teacher[1][inside])
+        if self.sampling_masks is not None:
+            self.sampling_masks = self.sampling_masks[inside]
 
 
-def read_sequence(group: Group, number: int, index: int, *, reads_teacher: bool) -> Candidate:
-    """Return sequence `index` of the batch's group `number`."""
+def read_sequence(
+    group: Group, number: int, index: int, reads_teacher: bool, vocabulary: int | None = None
+) -> Candidate:
+    """Return sequence `index` of the batch's group `number`; every id must be below `vocabulary`."""
     tokens = np.asarray(group.tokens[index], dtype=np.int64)
     mask = np.asarray(group.masks[index], dtype=np.int64)
     if len(mask) != len(tokens):
@@ -81,6 +87,16 @@ def read_sequence(group: Group, number: int, index: int, *, reads_teacher: bool)
             f"{where(group, index)}: mask at position {wrong[0]} is {mask[wrong[0]]}, neither -100 nor the token "
             f"{tokens[wrong[0]]}"
         )
+    teacher = _supplied_teacher(group, index, targets, len(tokens)) if reads_teacher else None
+    masks = _sampling_masks(group, index, tokens, targets)
+    _require_known(
+        group,
+        index,
+        vocabulary,
+        tokens=[tokens],
+        distill_token_ids=teacher[:1] if teacher else (),
+        sampling_masks=masks or (),
+    )
     versions = _versions(group, index, len(tokens))[targets]
     bound = UNKNOWN_VERSION if group.received_version is None else group.received_version
     return Candidate(
@@ -90,13 +106,25 @@ def read_sequence(group: Group, number: int, index: int, *, reads_teacher: bool)
         temperature=find_temperature(group, index),
         advantages=_supplied_advantages(group, index, targets, len(tokens)),
         reference_logprobs=_supplied_reference(group, index, targets, len(tokens)),
-        teacher=_supplied_teacher(group, index, targets, len(tokens)) if reads_teacher else None,
+        teacher=teacher,
         truncated_sampling=bool((group.generation_params or {}).get("truncated_sampling")),
+        sampling_masks=masks,
         versions=versions,
         version_bounds=np.where(versions == UNKNOWN_VERSION, bound, versions),
         group=number,
         sample=index,
     )
+
+
+def _require_known(group: Group, index: int, vocabulary: int | None, **ids: Sequence[IntArray]) -> None:
+    """Raise `BadBatch` for an id that the policy's embedding does not have: on a GPU it would end the process."""
+    for key, arrays in ids.items():
+        largest = max((int(array.max()) for array in arrays if array.size), default=0)
+        if vocabulary is not None and largest >= vocabulary:
+            raise BadBatch(
+                f"{where(group, index)}: {key} has the id {largest}, and the policy has {vocabulary} tokens; sample "
+                "from a server of the same model, with its tokenizer"
+            )
 
 
 def _rollout_logprobs(group: Group, index: int, targets: IntArray, length: int) -> FloatArray:
@@ -180,6 +208,25 @@ def _supplied_teacher(group: Group, index: int, targets: IntArray, length: int) 
             "tokens; send one list a token"
         )
     return _padded(group, index, [_listed(ids[at]) for at in targets], [_listed(logprobs[at]) for at in targets])
+
+
+def _sampling_masks(group: Group, index: int, tokens: IntArray, targets: IntArray) -> list[IntArray] | None:
+    """Return the sampling mask of each trained token; a token that its own mask does not allow is an error."""
+    rows = _row(group.sampling_masks, index)
+    if rows is None:
+        return None
+    if len(rows) != len(tokens):
+        raise BadBatch(
+            f"{where(group, index)}: {len(rows)} sampling_masks for {len(tokens)} tokens; send one list a token"
+        )
+    masks = [np.asarray(_listed(rows[at]), dtype=np.int64) for at in targets]
+    for at, mask in zip(targets, masks, strict=True):
+        if len(mask) and tokens[at] not in mask:
+            raise BadBatch(
+                f"{where(group, index)}: the sampling mask at position {at} lacks the token {tokens[at]} drawn there; "
+                "send the tokens that could be drawn, or an empty list where they are not known"
+            )
+    return masks if any(map(len, masks)) else None
 
 
 def leave_out_absent(batch: Batch) -> tuple[Batch, int]:

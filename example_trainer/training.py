@@ -47,6 +47,7 @@ from example_trainer.modeling.micro_batches import (
 from example_trainer.modeling.optimizers import learning_rate, set_lr
 from example_trainer.objective.losses import Targets
 from example_trainer.objective.objective import Objective
+from example_trainer.objective.sampling_masks import labels_with_masks, over_masks
 from example_trainer.options.training_options import TrainingOptions
 
 if TYPE_CHECKING:
@@ -226,8 +227,9 @@ class Learner:
         scored = torch.full((len(targets),), math.nan, device=self.policy.device)
         with torch.no_grad(), self.policy.holding_masters():
             for micro in self._micro_batches(rows):
-                logprobs, _ = self._forward(micro, targets, targets.labels[micro.target_index])
-                scored[micro.target_index] = logprobs
+                at = micro.target_index
+                logprobs, _ = self._forward(micro, targets, labels_with_masks(targets, at))
+                scored[at] = over_masks(logprobs, targets, at)
         return scored
 
     def _accumulate(self, rows: Sequence[Row], targets: Targets, should_stop: Callable[[], bool]) -> Gradients:
@@ -251,15 +253,16 @@ class Learner:
         if not len(at):
             logprobs.sum().backward()  # type: ignore[no-untyped-call]
             return
+        own, teachers = self.objective.split(targets, at, logprobs)
         terms = {
             name: (losses * weights[at]).sum()
-            for name, losses in self.objective.terms(targets, at, logprobs, entropies).items()
+            for name, losses in self.objective.terms(targets, at, own, teachers, entropies).items()
         }
         loss = torch.stack(list(terms.values())).sum()
         if self.loss_scale is not None:
             loss = loss * self.loss_scale.scale
         loss.backward()  # type: ignore[no-untyped-call]
-        passed.logprobs[at] = logprobs.detach().view(len(at), -1)[:, 0]
+        passed.logprobs[at] = own.detach()
         passed.entropies[at] = entropies.detach()
         for name, term in terms.items():
             passed.totals[name] += term.item()

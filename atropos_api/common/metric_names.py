@@ -62,6 +62,9 @@ LEFT_OUT: Final = "data/{cause}"
 `absent` (of closed groups)."""
 NO_SIGNAL_FRACTION: Final = "data/no_signal_fraction"
 """Share of sequences left out because the rewards of their group are all equal."""
+SAMPLING_MASK_FRACTION: Final = "data/sampling_mask_fraction"
+"""Share of the trained tokens of a truncated distribution (top-p or similar) whose sampling mask is known; others are
+only weighted. Raise --env.sampling_mask_limit if it is far below 1."""
 
 # Each environment
 ENV_SEQUENCES: Final = "env/{id}/sequences"

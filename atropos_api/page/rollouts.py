@@ -25,7 +25,7 @@ LONGEST_TEXT: Final = 200_000
 
 LARGE_FIELDS: Final = frozenset(
     {"tokens", "masks", "scores", "inference_logprobs", "advantages", "ref_logprobs", "messages", "images"}
-    | {"distill_token_ids", "distill_logprobs", "policy_versions", "received_version", "env_id"}
+    | {"distill_token_ids", "distill_logprobs", "sampling_masks", "policy_versions", "received_version", "env_id"}
 )
 """Fields of a group that the page shows in another form, or not at all."""
 

@@ -180,18 +180,20 @@ def _check_arrays(texts: dict[str, bytes], lengths: list[int], where: str) -> No
             found, texts[key] = check_floats(texts[key], where + key)
             if found != lengths:
                 raise _shaped_otherwise(found, lengths, where + key)
+    _check_nested(texts, "sampling_masks", lengths, where)
     if texts.keys().isdisjoint(_DISTILLED):
         return
-    ids = _check_distilled(texts, "distill_token_ids", lengths, where)
-    logprobs = _check_distilled(texts, "distill_logprobs", lengths, where)
+    ids = _check_nested(texts, "distill_token_ids", lengths, where)
+    logprobs = _check_nested(texts, "distill_logprobs", lengths, where)
     if ids is not None and logprobs is not None and ids != logprobs:
         raise InvalidGroup(f"{where}distill_logprobs", "another shape", "it must be shaped as distill_token_ids")
 
 
-def _check_distilled(texts: dict[str, bytes], key: str, lengths: list[int], where: str) -> list[list[int]] | None:
+def _check_nested(texts: dict[str, bytes], key: str, lengths: list[int], where: str) -> list[list[int]] | None:
+    """Check a list for each token, and return the lists' lengths; None if there are none."""
     if texts.get(key, _NULL) in _EMPTY:
         return None
-    found, texts[key] = check_nested(texts[key], where + key, ids=key == "distill_token_ids")
+    found, texts[key] = check_nested(texts[key], where + key, ids=key != "distill_logprobs")
     if list(map(len, found)) != lengths:
         raise _shaped_otherwise(list(map(len, found)), lengths, where + key)
     return found

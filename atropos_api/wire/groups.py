@@ -43,6 +43,7 @@ OPTIONAL_PER_SEQUENCE: Final = (
     "images",
     "distill_token_ids",
     "distill_logprobs",
+    "sampling_masks",
 )
 """The optional keys that have one entry per rollout, as `tokens`, `masks` and `scores` have."""
 
@@ -79,6 +80,8 @@ class Group(msgspec.Struct, kw_only=True):
     distill_logprobs: list[list[list[float]]] | None = None
     policy_versions: list[list[Span]] | None = None
     """Per sequence: spans that cover its sampled tokens."""
+    sampling_masks: list[list[list[int]]] | None = None
+    """Shaped as `tokens`: at each sampled token the tokens that the draw could choose from; empty: not known."""
     policy: str | None = None
     """Name of the policy that sampled it; None: the one that its run trains."""
     received_version: int | None = None

@@ -146,7 +146,12 @@ class BaseEnvConfig(BaseModel):
     allow_truncated_sampling: bool = Field(
         False, description="Train on top-p, top-k or penalised samples; their groups are marked."
     )
-
+    sampling_mask_limit: int = Field(
+        0,
+        ge=0,
+        description="Most tokens of a sampling mask: for each token of a top-p, top-k or min-p sample those that could "
+        "be drawn, with which the trainer's ratio is exact; 0: no masks.",
+    )
     allow_estimated_tokens: bool = Field(
         False,
         description="Train on text of server_type openai, tokenised again; groups are marked, without logprobs.",

@@ -137,6 +137,7 @@ class Environment(ABC):
             load_tokenizer=lambda: self.tokenizer,
             wait_timeout_seconds=config.wait_timeout,
             allow_truncated_sampling=config.allow_truncated_sampling,
+            sampling_mask_limit=config.sampling_mask_limit,
             allow_estimated_tokens=config.allow_estimated_tokens,
             reasoning=Reasoning.from_config(config),
             tool_parser=config.tool_parser,

@@ -50,6 +50,7 @@ class ScoredDataItem(TypedDict, total=False):
     generation_params: dict[str, Any] | None
     distill_token_ids: list[list[int]] | None
     distill_logprobs: list[list[float]] | None
+    sampling_masks: list[list[int]] | None
 
 
 class ScoredDataGroup(TypedDict, total=False):
@@ -69,6 +70,7 @@ class ScoredDataGroup(TypedDict, total=False):
     images: Any
     distill_token_ids: list[list[list[int]]] | None
     distill_logprobs: list[list[list[float]]] | None
+    sampling_masks: list[list[list[int]]] | None
 
 
 ABSENT_ROWS: Mapping[str, Any] = {
@@ -79,6 +81,7 @@ ABSENT_ROWS: Mapping[str, Any] = {
     "messages": [],
     "distill_token_ids": [[]],
     "distill_logprobs": [[]],
+    "sampling_masks": [[]],
     "images": None,
 }
 """The entries of an absent member, whose row is one token."""
@@ -183,9 +186,17 @@ def scored_group(
         scores=[float(score) for score in scores],
         inference_logprobs=None if params and params.get(ESTIMATED) else [node.logprobs for node in nodes],
         policy_versions=[node.policy_versions for node in nodes],
+        sampling_masks=_sampling_masks(nodes),
         generation_params=params,
         messages=messages,
     )
+
+
+def _sampling_masks(nodes: Sequence[SequenceNode]) -> list[list[list[int]]] | None:
+    """Return the sampling masks of all sequences; None if no sequence has any."""
+    if all(node.sampling_masks is None for node in nodes):
+        return None
+    return [node.sampling_masks or [[] for _ in node.tokens] for node in nodes]
 
 
 def scored_item(node: SequenceNode, score: float, *, messages: list[Message] | None = None) -> ScoredDataItem:
@@ -196,6 +207,7 @@ def scored_item(node: SequenceNode, score: float, *, messages: list[Message] | N
         scores=float(score),
         inference_logprobs=node.logprobs,
         policy_versions=node.policy_versions,
+        sampling_masks=node.sampling_masks,
         generation_params=node.metadata["generation_params"],
         messages=messages,
     )
@@ -225,6 +237,9 @@ def to_wire(raw: Mapping[str, Any], sample_log: SampleLog) -> Group:
     fields = {key: _per_sequence(raw, key, len(tokens)) for key in OPTIONAL_PER_SEQUENCE}
     if fields["advantages"] is not None:
         fields["advantages"] = [_per_token(*pair) for pair in zip(fields["advantages"], tokens, strict=True)]
+    if fields["sampling_masks"] is not None:  # those of some members may be missing
+        masks = zip(fields["sampling_masks"], tokens, strict=True)
+        fields["sampling_masks"] = [row or [[] for _ in own] for row, own in masks]
     group = Group(
         tokens=tokens,
         masks=raw["masks"],
@@ -234,7 +249,7 @@ def to_wire(raw: Mapping[str, Any], sample_log: SampleLog) -> Group:
         **fields,
     )
     _require_aligned(group)
-    if None in (group.inference_logprobs, group.policy_versions, group.generation_params):
+    if None in (group.inference_logprobs, group.policy_versions, group.generation_params, group.sampling_masks):
         _complete(group, sample_log)
     return group
 
@@ -300,6 +315,8 @@ def _complete(group: Group, sample_log: SampleLog) -> None:
         group.inference_logprobs = [node.logprobs for node in found]
     if group.policy_versions is None:
         group.policy_versions = [node.policy_versions for node in found]
+    if group.sampling_masks is None:
+        group.sampling_masks = _sampling_masks(found)
     if group.generation_params is None:
         group.generation_params = found[0].metadata["generation_params"]
 

@@ -65,6 +65,7 @@ class ServerManager:
         load_tokenizer: Callable[[], Any],
         wait_timeout_seconds: float = 600.0,
         allow_truncated_sampling: bool = False,
+        sampling_mask_limit: int = 0,
         allow_estimated_tokens: bool = False,
         reasoning: Reasoning | None = None,
         tool_parser: Any = "hermes",
@@ -89,6 +90,7 @@ class ServerManager:
             registered=self.registered,
         )
         self._allow_truncated = allow_truncated_sampling
+        self._mask_limit = sampling_mask_limit
         self.allow_estimated_tokens = allow_estimated_tokens
         self._sessions = sessions or SessionSettings()
         self._proxy: SessionProxy | None = None
@@ -141,6 +143,7 @@ class ServerManager:
         server = self.pool.sticky(base_url)
         options = {"tool_parser": self.tool_parser, **options}
         shared: dict[str, Any] = {"allow_truncated_sampling": self._allow_truncated, "drift": self.drift}
+        shared["sampling_mask_limit"] = self._mask_limit
         if server.config.server_type == "openai":
             shared["allow_estimated_tokens"] = self.allow_estimated_tokens
             return TextSession(server, self._codec(tokenizer), **shared, **options)

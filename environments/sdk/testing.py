@@ -32,6 +32,11 @@ def logprob_of(token: int, position: int) -> float:
     return -0.01 - (token * 31 + position * 7) % 97 / 100
 
 
+def mask_of(token: int) -> list[int]:
+    """Return the fake server's sampling mask at a token: itself and the next one; every third is not known."""
+    return [] if token % 3 == 0 else [token, token + 1]
+
+
 def sampled_tokens(seed: int, *, vocabulary: int, end: int, longest: int = 32) -> Responder:
     """Return a responder that draws random tokens and ends with `end`."""
     rng = random.Random(seed)
@@ -126,6 +131,8 @@ class FakeInference:
             reply |= {"policy_versions": [self._spans(len(tokens)) for tokens in outputs], "boot_id": "fake"}
         if (best := request.get("prompt_logprobs")) is not None and self.ours:
             reply["prompt_logprobs"] = [None, *(_prompt_position(token, best) for token in prompt[1:])]
+        if request.get("sampling_mask_limit"):
+            reply["sampling_masks"] = [[mask_of(token) for token in tokens] for tokens in outputs]
         if request.get("compact"):
             return {**reply, "logprobs": logprobs}
         pairs = [
@@ -207,6 +214,8 @@ def _events(reply: dict[str, Any]) -> Iterator[dict[str, Any]]:
             if at >= len(tokens):
                 continue
             event = {"index": index, "token_ids": [tokens[at]], "logprobs": [reply["logprobs"][index][at]]}
+            if "sampling_masks" in reply:
+                event["sampling_masks"] = [reply["sampling_masks"][index][at]]
             if at == len(tokens) - 1:
                 event["finish_reason"] = reply["finish_reasons"][index]
                 event["policy_versions"] = reply["policy_versions"][index]

@@ -85,15 +85,15 @@ def step_weights(
 
 
 def gather_first_pass(own: FirstPass, ranks: Ranks) -> FirstPass:
-    """Return the values of all ranks joined, without the teacher's columns, which only the loss needs."""
+    """Return the values of all ranks joined, without the columns of teacher and masks, which only the loss needs."""
     if ranks.world_size == 1:
         return own
-    without_teacher = replace(own.targets, teacher_ids=None, teacher_logprobs=None)
+    per_token = replace(own.targets, teacher_ids=None, teacher_logprobs=None, sampling_masks=None)
     host = torch.device("cpu")
     arrays = (own.logprobs.to(host), own.entropies.to(host), own.first_logprobs.to(host))
-    shares = ranks.gather((_tensors_of(without_teacher.to(host)), arrays))
+    shares = ranks.gather((_tensors_of(per_token.to(host)), arrays))
     logprobs, entropies, first = (torch.cat(pieces) for pieces in zip(*(arrays for _, arrays in shares), strict=True))
-    targets = _join([type(without_teacher)(**tensors) for tensors, _ in shares])
+    targets = _join([type(per_token)(**tensors) for tensors, _ in shares])
     return FirstPass(targets=targets, logprobs=logprobs, entropies=entropies, first_logprobs=first)
 
 

@@ -59,7 +59,7 @@ class LossInputs:
     """Logprobs under the weights before the batch's first update; None if these weights are still current."""
     reference_logprobs: Tensor | None = None
     truncated_sampling: Tensor | None = None
-    """Boolean: True where the sampled distribution was truncated (top-p or similar), so not the policy's own."""
+    """Boolean: True where the sampled distribution was truncated (top-p or similar) to tokens that are not known."""
     ages: Tensor | None = None
     """Age in steps of the policy version that sampled each token; negative where it is unknown."""
     trusted: Tensor | None = None
@@ -324,7 +324,9 @@ class Targets:
     proximal_logprobs: Tensor | None = None
     """Logprobs under the weights before the batch's first update, once the learner has computed them."""
     truncated_sampling: Tensor | None = None
-    """Boolean, True where a group was sampled with top-p or similar; None if no group was."""
+    """Boolean, True where a group was sampled with top-p or similar and no mask is known; None if no group was."""
+    sampling_masks: Tensor | None = None
+    """[N, W] ids of the tokens that a draw could choose from, padded with -1: a row without any stands for all."""
     trusted: Tensor | None = None
     """Boolean, False at tokens that `m2po` leaves out; None for other losses, and before it is known."""
     teacher_ids: Tensor | None = None

@@ -31,6 +31,7 @@ from example_trainer.objective.losses import LossInputs, LossSettings, OwnLoss, 
 from example_trainer.objective.metrics import policy_metrics
 from example_trainer.objective.ratios import KlController, log_ratios, teacher_credits
 from example_trainer.objective.reference_policy import Reference, Score
+from example_trainer.objective.sampling_masks import labels_with_masks, over_masks
 from example_trainer.objective.surrogates import outward_squares, second_moment_cut
 from example_trainer.state import ObjectiveState
 
@@ -193,17 +194,32 @@ class Objective:
             )
 
     def labels(self, targets: Targets, at: Tensor) -> Tensor:
-        """Return the tokens whose logprobs the loss needs at `at`: `[n]`, or `[n, 1 + K]` with the teacher's last."""
-        own = targets.labels[at]
-        if self.settings.distill != "forward_kl" or targets.teacher_ids is None:
+        """Return the tokens whose logprobs the loss needs at `at`: `[n]`, or several each with the teacher's last."""
+        own = labels_with_masks(targets, at)
+        teacher_ids = self._compared_teacher(targets)
+        if teacher_ids is None:
             return own
-        return torch.cat([own[:, None], targets.teacher_ids[at]], dim=1)
+        return torch.cat([own if own.ndim == 2 else own[:, None], teacher_ids[at]], dim=1)
 
-    def terms(self, targets: Targets, at: Tensor, logprobs: Tensor, entropies: Tensor) -> dict[str, Tensor]:
-        """Return `[n]` losses by term for the tokens `at`, from their logprobs (of `labels`) and entropies."""
-        student = None if logprobs.ndim == 1 else logprobs[:, 1:]
+    def split(self, targets: Targets, at: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return logprobs of `labels` as those of the sampled tokens, `[n]`, and of the teacher's, `[n, K]`."""
+        teacher_ids = self._compared_teacher(targets)
+        if teacher_ids is None:
+            return over_masks(logprobs, targets, at), None
+        count = teacher_ids.shape[1]
+        own = logprobs[:, 0] if targets.sampling_masks is None else logprobs[:, :-count]
+        return over_masks(own, targets, at), logprobs[:, -count:]
+
+    def _compared_teacher(self, targets: Targets) -> Tensor | None:
+        """Return the `[N, K]` tokens at which the loss compares the policy with a teacher; None if it does not."""
+        return targets.teacher_ids if self.settings.distill == "forward_kl" else None
+
+    def terms(
+        self, targets: Targets, at: Tensor, logprobs: Tensor, student: Tensor | None, entropies: Tensor
+    ) -> dict[str, Tensor]:
+        """Return `[n]` losses by term for the tokens `at`, from the logprobs of `split` and the entropies."""
         inputs = LossInputs(
-            logprobs=logprobs if student is None else logprobs[:, 0],
+            logprobs=logprobs,
             entropies=entropies,
             rollout_logprobs=targets.rollout_logprobs[at],
             advantages=targets.advantages[at],

@@ -38,6 +38,8 @@ SHARING_HOW_TO = "start the server with --share-weights, VLLM_ENABLE_SHARED_WEIG
 _GIBIBYTE = 1 << 30
 _MEBIBYTE = 1 << 20
 _ADAPTER_SLOTS = 4
+MOST_LOGPROBS = 256
+"""Alternatives a token that a request may ask for; vLLM's 20 are too few for the sampling masks of top_p or top_k."""
 _HOST_ADAPTERS_PER_SLOT = 4
 _JSON_LISTS = frozenset({"allowed_origins", "allowed_methods", "allowed_headers"})
 """Lists that vLLM's parser takes as JSON."""
@@ -287,6 +289,7 @@ def vllm_arguments(config: ServerConfig, rest: Sequence[str], *, on_cpu: bool) -
         name: value for name, value in config.model_dump().items() if name not in _OWN_FIELDS and value is not None
     }
     values.setdefault("disable_uvicorn_access_log", True)
+    values.setdefault("max_logprobs", MOST_LOGPROBS)
     if config.enable_lora:
         values["max_loras"] = config.adapter_slots
         # Kept in host memory, so that an old adapter with a long request is not read again each time it is evicted.

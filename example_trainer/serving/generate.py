@@ -28,7 +28,7 @@ from example_trainer.serving.responses import Replies, all_finite
 
 _LARGEST_BIAS = 100
 _LARGEST_SEED = 2**64 - 1
-_INTEGERS = ("n", "max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs")
+_INTEGERS = ("n", "max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "sampling_mask_limit")
 _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<name>[^`]*)`(?: - at `(?P<where>[^`]*)`)?")
 
 
@@ -58,6 +58,8 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool = False
     logprobs: bool | int | None = 0
     prompt_logprobs: int | None = None
+    sampling_mask_limit: int = 0
+    """Most tokens of a sampling mask, the tokens that a draw could choose from; 0: the answer has no masks."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -93,8 +95,13 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             return 0 if self.logprobs else None
         return self.logprobs
 
+    @property
+    def requested_logprobs(self) -> int | None:
+        """Number of alternatives that the engine is asked for: a mask is whole if it gave one less at most."""
+        return self.sampling_mask_limit + 1 if self.sampling_mask_limit else self.logprob_count
 
-_OUR_FIELDS = frozenset({"prompt", "stream", "compact", "model", "logprobs", "detokenize"})
+
+_OUR_FIELDS = frozenset({"prompt", "stream", "compact", "model", "logprobs", "detokenize", "sampling_mask_limit"})
 _SAMPLING_FIELDS = tuple(name for name in GenerateRequest.__struct_fields__ if name not in _OUR_FIELDS)
 
 
@@ -117,6 +124,7 @@ def sampling_params(request: GenerateRequest) -> Any:
     """Return vLLM's sampling parameters."""
     _check_bias(request.logit_bias)
     _check_integers(request)
+    _check_mask_limit(request)
     from vllm import SamplingParams
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind
@@ -125,7 +133,7 @@ def sampling_params(request: GenerateRequest) -> Any:
     try:
         return SamplingParams(
             **fields,
-            logprobs=request.logprob_count,
+            logprobs=request.requested_logprobs,
             flat_logprobs=True,
             detokenize=request.detokenized_by_engine,
             output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
@@ -153,6 +161,16 @@ def _check_integers(request: GenerateRequest) -> None:
     if seed is not None and not 0 <= seed <= _LARGEST_SEED - max(0, request.n - 1):
         limit = f"{_LARGEST_SEED}" if request.n <= 1 else f"{_LARGEST_SEED} less the other {request.n - 1} outputs"
         raise Problem(422, "bad-request", f"seed: {seed} is not between 0 and {limit}")
+
+
+def _check_mask_limit(request: GenerateRequest) -> None:
+    """Refuse a limit below 0, and alternatives beside masks, which are read from the engine's alternatives."""
+    limit = request.sampling_mask_limit
+    if limit < 0:
+        raise Problem(422, "bad-request", f"sampling_mask_limit: {limit} is below 0")
+    if limit and request.logprob_count:
+        detail = f"sampling_mask_limit: it needs logprobs 0, and {request.logprobs} were asked for"
+        raise Problem(422, "bad-request", detail)
 
 
 def _explain(message: str) -> str:

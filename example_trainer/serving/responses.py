@@ -36,7 +36,7 @@ def chosen_logprobs(logprobs: Any) -> list[float] | None:
     return [logprobs.logprobs[start] for start in logprobs.start_indices]
 
 
-def all_logprobs(logprobs: Any) -> list[list[dict[str, float]]] | None:
+def all_logprobs(logprobs: Any, *, sampled_alone: bool = False) -> list[list[dict[str, float]]] | None:
     """Return for each position a list of `{token id: logprob}`, the sampled token first, then the other likely ones.
 
     If the sampled token is among the most likely, vLLM may list it a second time, depending on how the pieces of a
@@ -45,8 +45,8 @@ def all_logprobs(logprobs: Any) -> list[list[dict[str, float]]] | None:
     if logprobs is None:
         return None
     ids, values = logprobs.token_ids, logprobs.logprobs
-    if len(values) == len(logprobs.start_indices):
-        return [[{str(token): value}] for token, value in zip(ids, values, strict=True)]
+    if sampled_alone or len(values) == len(logprobs.start_indices):
+        return [[{str(ids[start]): values[start]}] for start in logprobs.start_indices]
     listed = []
     for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True):
         sampled = ids[start]
@@ -55,6 +55,20 @@ def all_logprobs(logprobs: Any) -> list[list[dict[str, float]]] | None:
         ]
         listed.append([{str(sampled): values[start]}, *others])
     return listed
+
+
+def sampling_masks(logprobs: Any, limit: int) -> list[list[int]]:
+    """Return for each position the tokens that the draw could choose from; none if they are more than `limit`.
+
+    They are those with a probability after temperature and truncation. The engine was asked for one more alternative
+    than `limit`, so what it left out of a row of at most `limit` tokens had none.
+    """
+    ids, values = logprobs.token_ids, logprobs.logprobs
+    masks = []
+    for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True):
+        kept = list(dict.fromkeys(ids[i] for i in range(start, end) if values[i] > -math.inf))
+        masks.append(kept if len(kept) <= limit else [])
+    return masks
 
 
 def all_finite(outputs: Iterable[Any]) -> bool:
@@ -70,6 +84,13 @@ def prompt_logprobs(logprobs: Any) -> list[dict[str, float] | None]:
         {str(ids[i]): values[i] for i in range(start, end)} if end > start else None
         for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True)
     ]
+
+
+def _logprobs_for(request: Any, output: Any) -> Any:
+    """Return an output's logprobs in the form that was asked for."""
+    if request.compact:
+        return chosen_logprobs(output.logprobs)
+    return all_logprobs(output.logprobs, sampled_alone=not request.logprob_count)
 
 
 class Replies:
@@ -96,10 +117,11 @@ class Replies:
             "boot_id": self._boot_id,
             **self.of_prompt(request, prompt_token_ids, final),
         }
-        read = chosen_logprobs if request.compact else all_logprobs
         answer["logprobs"] = (
-            [read(output.logprobs) for output in outputs] if request.logprob_count is not None else None
+            [_logprobs_for(request, output) for output in outputs] if request.logprob_count is not None else None
         )
+        if limit := request.sampling_mask_limit:
+            answer["sampling_masks"] = [sampling_masks(output.logprobs, limit) for output in outputs]
         if request.wants_text:
             answer["text"] = [self.text(request, output) for output in outputs]
         if not request.compact:
@@ -119,12 +141,13 @@ class Replies:
         self, request: Any, output: Any, exact: bool | None, adapter: Any = None, head: dict[str, Any] | None = None
     ) -> bytes:
         """Return one event of a stream: the new tokens of one output, and at its end the finish reason and versions."""
-        read = chosen_logprobs if request.compact else all_logprobs
         body: dict[str, Any] = {"index": output.index, "token_ids": list(output.token_ids), **(head or {})}
         if request.wants_text:
             body["text"] = output.text
         if request.logprob_count is not None:
-            body["logprobs"] = read(output.logprobs)
+            body["logprobs"] = _logprobs_for(request, output)
+        if limit := request.sampling_mask_limit:
+            body["sampling_masks"] = sampling_masks(output.logprobs, limit)
         if output.finish_reason is not None:
             body["finish_reason"] = output.finish_reason
             body["policy_versions"] = version_spans(output, adapter)

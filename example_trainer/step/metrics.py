@@ -24,11 +24,13 @@ from atropos_api.common.tracing import traceparent_of
 from atropos_api.wire import Batch, Group
 from example_trainer.group_sequences import MASKED
 from example_trainer.objective.metrics import reward_metrics, staleness_metrics, token_ages
+from example_trainer.objective.sampling_masks import NO_TOKEN
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from example_trainer.data import TrainingBatch
+    from example_trainer.objective.losses import Targets
     from example_trainer.state import Progress
     from example_trainer.training import StepResult
     from example_trainer.weights.base import PublishReport
@@ -152,6 +154,7 @@ def describe(batch: Batch, training: TrainingBatch) -> PreparedBatch:
     metrics = _length_metrics(lengths, [len(row.targets) for row in training.rows])
     metrics[names.RESPONSE_REPETITION] = repetition(answers)
     metrics |= _share_metrics(training, sum(lengths))
+    metrics |= _mask_metrics(training.targets)
     metrics |= advantage_metrics(training.advantages)
     metrics |= _environment_metrics(batch.groups)
     traces = (traceparent_of(group.generation_params) for group in batch.groups)
@@ -206,6 +209,13 @@ def _share_metrics(training: TrainingBatch, sampled_tokens: int) -> dict[str, fl
         names.NO_SIGNAL_FRACTION: training.counts.get("no_signal", 0) / max(1, sequences),
         **{names.LEFT_OUT.format(cause=cause): float(count) for cause, count in training.counts.items()},
     }
+
+
+def _mask_metrics(targets: Targets) -> dict[str, float]:
+    """Return the share of tokens with a sampling mask among those of a truncated distribution, if there are any."""
+    known = 0 if targets.sampling_masks is None else int((targets.sampling_masks != NO_TOKEN).any(1).sum())
+    unknown = 0 if targets.truncated_sampling is None else int(targets.truncated_sampling.sum())
+    return {names.SAMPLING_MASK_FRACTION: known / (known + unknown)} if known + unknown else {}
 
 
 def advantage_metrics(groups: Sequence[Sequence[float]]) -> dict[str, float]:

@@ -77,7 +77,8 @@ class TrainStep:
 
         The metrics are those of `whole`, if given: the full batch of which `batch` is one rank's share.
         """
-        settings = data_settings(self.config)
+        vocabulary = self.learner.policy.hf_config.get_text_config().vocab_size
+        settings = data_settings(self.config, vocabulary=vocabulary)
         alone = whole is None or whole is batch
         batch, absent = leave_out_absent(batch)
         if whole is None or alone:

@@ -195,6 +195,7 @@ class Event(msgspec.Struct):
     logprobs: list[float]
     finish_reason: str | None = None
     policy_versions: list[Span] | None = None
+    sampling_masks: list[list[int]] | None = None
 
 
 class PlainLogprobs(msgspec.Struct):
@@ -269,6 +270,8 @@ class SampleEvents:
         sample = self.samples[event.index]
         sample.tokens += event.token_ids
         sample.logprobs += event.logprobs
+        if event.sampling_masks is not None:
+            sample.sampling_masks = (sample.sampling_masks or []) + event.sampling_masks
         if event.finish_reason == "abort":
             raise InferenceUnavailable(f"{self._url} aborted its answer")
         if event.finish_reason is not None:

@@ -45,6 +45,9 @@ TRUNCATING: Mapping[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
 }
 
+# Those that only forbid tokens: with a sampling mask the trainer recomputes the same distribution.
+MASKING = frozenset({"top_p", "top_k", "min_p", "min_tokens", "allowed_token_ids", "bad_words"})
+
 UNSENT = (None, {"type": "text"})  # the last is the default of `response_format`
 
 
@@ -57,6 +60,8 @@ class Sampling:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)
+    mask_limit: int = 0
+    """Most tokens of a sampling mask that the server is asked for; 0: none."""
 
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any]) -> Sampling:
@@ -107,6 +112,11 @@ class Sampling:
         """Return the names of given fields that make the sampled distribution differ from the model's own."""
         return [name for name, neutral in TRUNCATING.items() if name in self.more and self.more[name] not in neutral]
 
+    def with_masks(self, limit: int) -> Sampling:
+        """Return the parameters with sampling masks of at most `limit` tokens, if these make the ratio exact."""
+        truncations = set(self.truncations())
+        return replace(self, mask_limit=limit) if truncations and truncations <= MASKING else self
+
     def generation_params(self) -> dict[str, Any]:
         """Return the sampling parameters that a group reports to the trainer."""
         params: dict[str, Any] = {"temperature": self.temperature}
@@ -127,9 +137,10 @@ class Sampling:
         truncations = self.truncations()
         if truncations and not allow_truncated:
             given = ", ".join(f"{name}={self.more[name]!r}" for name in truncations)
+            masks = " (and --env.sampling_mask_limit for exact ratios)" if MASKING.issuperset(truncations) else ""
             raise SamplingNotTrainable(
                 f"{given}: the trainer recomputes the model's whole distribution, not a truncated one; "
-                "leave it out, or set --env.allow_truncated_sampling to train on it with importance weights"
+                f"leave it out, or set --env.allow_truncated_sampling to train on it with importance weights{masks}"
             )
 
 
@@ -157,6 +168,8 @@ class Sample:
     finish_reason: str
     versions: list[Span]
     """Spans over `tokens` alone, counted from 0; empty if the server returns none."""
+    sampling_masks: list[list[int]] | None = None
+    """For each token those that could be drawn, empty where they were too many; None if the server returns none."""
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ Atropos' form, and a stock vLLM server, which has no such route, through its `/v
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import anyio
@@ -31,6 +31,7 @@ class CompactReply(msgspec.Struct):
     logprobs: list[list[float]]
     finish_reasons: list[str | None]
     policy_versions: list[list[Span]]
+    sampling_masks: list[list[list[int]]] | None = None
 
 
 class AtroposReply(msgspec.Struct):
@@ -81,6 +82,8 @@ class VllmServer(HttpServer):
         fields: dict[str, Any] = {"prompt": {"prompt_token_ids": prompt_tokens}, "logprobs": 0, **sampling.payload()}
         if dialect == "compact":
             fields["compact"] = True
+            if sampling.mask_limit:
+                fields["sampling_mask_limit"] = sampling.mask_limit
             if on_tokens is not None:
                 return await self._stream(fields, SampleEvents(sampling.n, on_tokens, self._url), split, failover)
         body = await self.channel.post(self._url, self._encoder.encode(fields), split, failover=failover)
@@ -179,6 +182,9 @@ class VllmServer(HttpServer):
             if len(sample.tokens) != len(sample.logprobs):
                 counts = f"{len(sample.tokens)} tokens and {len(sample.logprobs)} logprobs"
                 raise InferenceRefused(f"{self._url} sent an unexpected answer: {counts} of one output")
+            if sample.sampling_masks is not None and len(sample.sampling_masks) != len(sample.tokens):
+                counts = f"{len(sample.tokens)} tokens and {len(sample.sampling_masks)} sampling masks"
+                raise InferenceRefused(f"{self._url} sent an unexpected answer: {counts} of one output")
             if sample.tokens and not 0 <= min(sample.tokens) <= max(sample.tokens) < MOST_TOKENS:
                 lowest = min(sample.tokens)
                 raise InferenceRefused(f"{self._url} sent an unexpected answer: token {lowest} is not an id")
@@ -186,8 +192,9 @@ class VllmServer(HttpServer):
 
 
 def _from_compact(reply: CompactReply) -> list[Sample]:
-    parts = zip(reply.token_ids, reply.logprobs, reply.finish_reasons, reply.policy_versions, strict=True)
-    return [Sample(tokens, logprobs, reason or "stop", versions) for tokens, logprobs, reason, versions in parts]
+    masks: Sequence[list[list[int]] | None] = reply.sampling_masks or [None] * len(reply.token_ids)
+    parts = zip(reply.token_ids, reply.logprobs, reply.finish_reasons, reply.policy_versions, masks, strict=True)
+    return [Sample(tokens, logprobs, reason or "stop", spans, kept) for tokens, logprobs, reason, spans, kept in parts]
 
 
 def _from_plain(body: bytes, url: str) -> list[Sample]:

@@ -150,7 +150,7 @@ def _event(document: dict[str, Any]) -> bytes:
 
 MOST_BODY_BYTES = 32 << 20
 SPLIT_HEADER = "X-Atropos-Split"
-NODE_FIELDS = ("full_text", "tokens", "masked_tokens", "logprobs", "policy_versions")
+NODE_FIELDS = ("full_text", "tokens", "masked_tokens", "logprobs", "policy_versions", "sampling_masks")
 
 
 class SessionRoutes:

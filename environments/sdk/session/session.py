@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, cast
 
 from environments.sdk.config import SessionAddress
-from environments.sdk.errors import RequestRefused, TokensUnavailable
+from environments.sdk.errors import RequestRefused, SamplingNotTrainable, TokensUnavailable
 from environments.sdk.inference.sampling import InferenceServer, Sample, Sampling, Split
 from environments.sdk.inference.server import refuse_for_training
 from environments.sdk.session.openai_requests import SessionRequest
@@ -54,6 +54,7 @@ class ManagedSession:
         track_tree: bool = False,
         trainable: bool = True,
         allow_truncated_sampling: bool = False,
+        sampling_mask_limit: int = 0,
         preserve_think_blocks: bool = True,
         tool_parser: Any = None,
         tool_call_parser: Any = None,
@@ -72,6 +73,7 @@ class ManagedSession:
         self._reader = SampleReader(self._codec)
         self._trainable = trainable
         self._allow_truncated = allow_truncated_sampling
+        self._mask_limit = sampling_mask_limit
         self._parser_wanted = tool_call_parser or tool_parser or "hermes"
         self._parser: ToolParser | None = None
         self._prompts = PromptBuilder(self._codec, drift or DriftLog(), preserve_think_blocks=preserve_think_blocks)
@@ -227,6 +229,7 @@ class ManagedSession:
         sampling = Sampling.from_kwargs(kwargs)
         if split == "train" and self._trainable:
             sampling.require_trainable(allow_truncated=self._allow_truncated)
+            sampling = sampling.with_masks(self._mask_limit)
         slot, replaces = self._slot_of(prompt.base) if keep else ([], False)
         turn = Turn(prompt, slot, replaces, sampling, split, sampling.generation_params(), keep=keep, labels=labels)
         logprobs = kwargs.get("logprobs")
@@ -254,6 +257,8 @@ class ManagedSession:
                 self._being_extended.discard(base)
         if any(sample.tokens and not sample.logprobs for sample in samples):
             self._refuse_missing_logprobs(turn)
+        if turn.sampling.mask_limit and any(sample.tokens and sample.sampling_masks is None for sample in samples):
+            self._refuse_missing_masks(turn)
         nodes = [self._reader.read(turn, sample) for sample in samples]
         if turn.keep:
             self._store(turn, nodes)
@@ -282,6 +287,13 @@ class ManagedSession:
             raise RequestRefused(
                 f"logprobs: {config.base_url} (server_type {config.server_type}) returns none; leave the field out"
             )
+
+    def _refuse_missing_masks(self, turn: Turn) -> None:
+        config = self._server.config
+        raise SamplingNotTrainable(
+            f"--env.sampling_mask_limit {turn.sampling.mask_limit}: {config.base_url} (server_type "
+            f"{config.server_type}) returns no sampling masks; leave it out, or sample from example_trainer's server"
+        )
 
     def _refuse_for_training(self) -> None:
         refuse_for_training(self._server.config)

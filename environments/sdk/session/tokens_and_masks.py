@@ -40,6 +40,8 @@ class SequenceNode:
     masked_tokens: list[int]
     logprobs: list[float]
     policy_versions: list[Span]
+    sampling_masks: list[list[int]] | None = None
+    """At each sampled token those that could be drawn; empty where they are not known. None if none are known."""
     metadata: dict[str, Any] = field(default_factory=dict)
     texts: tuple[str, ...] = ()
     """The sequence as text without its end token: as sampled, and as a client sees it. A next turn begins with one of
@@ -92,6 +94,10 @@ def extend_sequence(base: SequenceNode | None, prompt_tokens: Sequence[int], sam
         node.masked_tokens = base.masked_tokens + node.masked_tokens
         node.logprobs = base.logprobs + node.logprobs
         node.policy_versions = base.policy_versions + node.policy_versions
+    known = base.sampling_masks if base is not None else None
+    if known is not None or sample.sampling_masks is not None:
+        own = sample.sampling_masks or [[] for _ in sample.tokens]
+        node.sampling_masks = [*(known or [[] for _ in range(kept)]), *([] for _ in range(new)), *own]
     return node
 
 

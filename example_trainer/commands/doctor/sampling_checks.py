@@ -104,6 +104,10 @@ def check_sampling(requested: RequestedRun) -> Iterator[Finding]:
             text += "trainer recomputes the model's whole distribution"
             if _allows(environment, "truncated_sampling"):
                 advice = "leave it out if you can: env.allow_truncated_sampling only weighs and caps the difference"
+                if given["name"] in facts["maskable"]:
+                    if _set(environment, "sampling_mask_limit"):
+                        continue
+                    advice = "leave it out, or set env.sampling_mask_limit to 64, with which the ratio is exact"
                 yield warning("sampling", text, advice)
             else:
                 advice = "leave it out, or set env.allow_truncated_sampling to train with importance weights"
@@ -111,7 +115,11 @@ def check_sampling(requested: RequestedRun) -> Iterator[Finding]:
 
 
 def _allows(environment: Environment, what: str) -> bool:
-    return bool((environment.facts or {}).get("env", {}).get(f"allow_{what}"))
+    return _set(environment, f"allow_{what}")
+
+
+def _set(environment: Environment, name: str) -> bool:
+    return bool((environment.facts or {}).get("env", {}).get(name))
 
 
 def _check_temperature(environment: Environment, given: Mapping[str, Any], *, lenient: bool) -> Iterator[Finding]:

@@ -26,6 +26,7 @@ class Output:
     reason: str | None = None
     logprobs: list[float] | None = None
     alternatives: list[dict[int, float]] | None = None
+    masks: list[set[int]] | None = None
     versions: list[list[Any]] | None = None
 
 
@@ -94,7 +95,9 @@ def read_whole(request: RandomRequest, answer: dict[str, Any]) -> Said:
         outputs = [Output() for _ in answer["token_ids"]]
         for number, output in enumerate(outputs):
             part = {
-                key: (answer[key] or [None] * 9)[number] for key in ("token_ids", "logprobs", "text") if key in answer
+                key: (answer[key] or [None] * 9)[number]
+                for key in ("token_ids", "logprobs", "text", "sampling_masks")
+                if key in answer
             }
             add_generated(output, part)
             output.reason, output.versions = answer["finish_reasons"][number], answer["policy_versions"][number]
@@ -133,6 +136,8 @@ def add_generated(output: Output, part: dict[str, Any]) -> None:
     output.tokens += part["token_ids"]
     if part.get("text") is not None:
         output.text = (output.text or "") + part["text"]
+    if part.get("sampling_masks") is not None:
+        output.masks = (output.masks or []) + [set(mask) for mask in part["sampling_masks"]]
     rows = part.get("logprobs")
     if rows is None:
         return
@@ -186,7 +191,7 @@ def difference(lone: Said, other: Said, tolerance: float = 1e-3) -> str | None:
     if (lone.status, len(lone.outputs)) != (other.status, len(other.outputs)):
         return f"alone {lone.status} with {len(lone.outputs)} outputs, here {other.status}: {other.body[:300]}"
     for mine, theirs in zip(lone.outputs, other.outputs, strict=True):
-        for name in ("tokens", "text", "reason"):
+        for name in ("tokens", "text", "reason", "masks"):
             if getattr(mine, name) != getattr(theirs, name):
                 return f"{name}: alone {getattr(mine, name)!r}, here {getattr(theirs, name)!r}"
         found = differing_numbers(mine.logprobs, theirs.logprobs, tolerance)

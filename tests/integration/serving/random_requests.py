@@ -27,6 +27,9 @@ MALFORMED = [
     ("/generate", {"prompt": [5], "seed": -1}),
     ("/generate", {"prompt": [5], "max_tokens": HUGE}),
     ("/generate", {"prompt": [5], "top_k": HUGE}),
+    ("/generate", {"prompt": [5], "sampling_mask_limit": HUGE}),
+    ("/generate", {"prompt": [5], "sampling_mask_limit": 256}),
+    ("/generate", {"prompt": [5], "sampling_mask_limit": 2, "logprobs": 1}),
     ("/generate", {"prompt": [HUGE]}),
     ("/generate", {"prompt": [5], "allowed_token_ids": [0], "min_tokens": 2}),
     ("/generate", {"prompt": [5], "allowed_token_ids": [25], "bad_words": ["8"]}),
@@ -135,6 +138,8 @@ class RequestMaker:
         prompt: Any = self._tokens() if self._chance(0.8) else self._text()
         more = {"prompt": {"prompt_token_ids": prompt} if isinstance(prompt, list) and self._chance(0.5) else prompt}
         more |= {"logprobs": rng.choice([None, False, True, 0, 0, 1, 2, 3, 5, 20])}
+        if not more["logprobs"] or more["logprobs"] is True:
+            more |= self._some({"sampling_mask_limit": rng.choice([1, 4, 60])}, 0.25)
         more |= self._some({"prompt_logprobs": rng.choice([0, 1, 4]), "compact": True}, 0.25)
         return more | self._some({"detokenize": True}, 0.2)
 

@@ -228,3 +228,33 @@ def test_another_sites_page_gets_nothing_generated(plain_server):
 
 def test_health_generate_samples_a_token(plain_server):
     assert plain_server.client.get("/health_generate").status_code == 200
+
+
+def test_a_sampling_mask_holds_the_tokens_that_a_draw_could_choose_from(plain_server, reference):
+    """With it the logprob is repeated from the model's own: over these tokens alone."""
+    import torch
+
+    asked = {"max_tokens": 1, "temperature": 0.7, "seed": 3, "sampling_mask_limit": 64}
+    reference.model.load_state_dict(reference.base)
+    with torch.no_grad():
+        logits = reference.model(torch.tensor([PROMPT])).logits[0, -1].float() / 0.7
+    best = logits.topk(40).indices.tolist()
+    for truncation, size in (({"top_k": 5}, 5), ({"top_p": 0.3}, None), ({"min_p": 0.8}, None), ({"top_k": 64}, 64)):
+        reply = plain_server.generate(PROMPT, compact=True, **asked, **truncation)
+        ((mask,),) = reply["sampling_masks"]
+        assert size is None or len(mask) == size
+        assert set(mask) >= set(best[: min(len(mask), 40)]), truncation
+        over_mask = logits[reply["token_ids"][0][0]] - logits[mask].logsumexp(0)
+        assert reply["logprobs"][0][0] == pytest.approx(float(over_mask), abs=1e-4)
+    for truncation in ({"top_k": 65}, {}):
+        assert plain_server.generate(PROMPT, compact=True, **asked, **truncation)["sampling_masks"] == [[[]]]
+
+
+def test_a_stream_sends_the_same_sampling_masks_as_a_whole_answer(plain_server):
+    asked = {"max_tokens": 12, "n": 2, "seed": 5, "top_p": 0.5, "sampling_mask_limit": 200, "compact": True}
+    whole = plain_server.generate(PROMPT, **asked)["sampling_masks"]
+    parts = [[], []]
+    for event in events_of(plain_server, **asked):
+        parts[event["index"]] += event["sampling_masks"]
+    assert [[set(mask) for mask in masks] for masks in parts] == [[set(mask) for mask in masks] for masks in whole]
+    assert any(len(mask) > 1 for masks in whole for mask in masks)

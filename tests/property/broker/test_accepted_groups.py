@@ -33,6 +33,7 @@ GROUP = {
     "env_id": 0,
     "distill_token_ids": [[[1, 2], [3, 4], []], [[5], [6], [7]]],
     "distill_logprobs": [[[-1.0, -2.0], [-1.0, -2.0], []], [[-1.0], [-1.0], [-1.0]]],
+    "sampling_masks": [[[], [2, 9], [3]], [[], [], [6]]],
     "policy_versions": [[[1, 3, 7]], [[1, 2, None]]],
     "policy": "default",
     "unknown": {"kept": [1]},
@@ -43,7 +44,7 @@ JUNK = [
 ]  # fmt: skip
 
 NEEDED = {"tokens", "masks", "scores"}
-RARE = {"distill_token_ids", "distill_logprobs", "unknown"}
+RARE = {"distill_token_ids", "distill_logprobs", "sampling_masks", "unknown"}
 """Fields whose groups take the slower check of each field."""
 
 

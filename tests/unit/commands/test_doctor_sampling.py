@@ -191,6 +191,11 @@ def test_truncated_rollouts_are_found_by_the_line_that_asks_for_them(harness: Do
     assert "top_k 20 (own_env.py:20)" in told
     harness.sections["env"]["allow_truncated_sampling"] = True
     assert {one.verdict for one in harness.find()} == {"warning"}
+    harness.sections["env"]["sampling_mask_limit"] = 64
+    assert harness.find() == [], "with masks the ratio is exact"
+    harness.write_environment(own("n=2, top_p=0.9, presence_penalty=0.5"))
+    harness.sections["env"] |= {"allow_truncated_sampling": True, "sampling_mask_limit": 64}
+    harness.find_one("sampling", "presence_penalty 0.5", verdict="warning")
 
 
 def test_defaults_that_the_server_would_apply_to_plain_requests_are_found(harness: DoctorHarness) -> None:

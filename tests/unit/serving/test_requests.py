@@ -11,7 +11,14 @@ import pytest
 from example_trainer.serving.engine import EngineAdapter
 from example_trainer.serving.generate import GenerateHandler, RequestParser, TokenPrompt, sampling_params
 from example_trainer.serving.problems import Problem
-from example_trainer.serving.responses import Replies, all_finite, all_logprobs, chosen_logprobs, version_spans
+from example_trainer.serving.responses import (
+    Replies,
+    all_finite,
+    all_logprobs,
+    chosen_logprobs,
+    sampling_masks,
+    version_spans,
+)
 
 
 def parse(**body):
@@ -164,6 +171,44 @@ def test_each_token_is_mentioned_once_and_none_that_cannot_be_sampled():
     nothing = float("-inf")
     told = all_logprobs(flat([(5, -1.0), (6, -0.5), (5, -1.0)], [(7, -2.0), (8, -0.1), (0, nothing)]))
     assert told == [[{"5": -1.0}, {"6": -0.5}], [{"7": -2.0}, {"8": -0.1}]]
+
+
+def test_a_sampling_mask_is_whole_or_it_is_left_out():
+    """Tokens without a probability are not in it, and a repeated one is in it once."""
+    nothing = float("-inf")
+    rows = flat(
+        [(5, -1.0), (6, -0.5), (5, -1.0), (0, nothing)],
+        [(7, -2.0), (8, -0.1), (9, -3.0), (4, -4.0)],
+        [(7, 0.0), (0, nothing), (1, nothing)],
+    )
+    assert sampling_masks(rows, 3) == [[5, 6], [], [7]]
+    assert sampling_masks(rows, 4) == [[5, 6], [7, 8, 9, 4], [7]]
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_beside_sampling_masks_the_logprobs_are_those_of_the_sampled_tokens(compact):
+    request = parse(prompt=[1], compact=compact, sampling_mask_limit=2)
+    assert (request.requested_logprobs, request.logprob_count) == (3, 0)
+    final = SimpleNamespace(outputs=[output([5, 7], logprobs=flat([(5, -1.0), (6, -0.5)], [(7, -2.0), (8, -0.1)]))])
+    replies = Replies(boot_id="b", tokenizer=None)
+    answer = orjson.loads(replies.whole(request, [1], final, None))
+    assert answer["logprobs"] == ([[-1.0, -2.0]] if compact else [[[{"5": -1.0}], [{"7": -2.0}]]])
+    assert answer["sampling_masks"] == [[[5, 6], [7, 8]]]
+    event = replies.event(request, final.outputs[0], None).removeprefix(b"data: ")
+    assert orjson.loads(event)["sampling_masks"] == [[5, 6], [7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"sampling_mask_limit": -1}, "sampling_mask_limit: -1 is below 0"),
+        ({"sampling_mask_limit": 2, "logprobs": 3}, "needs logprobs 0, and 3 were asked for"),
+        ({"sampling_mask_limit": 2**63}, "more than 64 bits"),
+    ],
+)
+def test_sampling_masks_that_cannot_be_had_are_refused(fields, said):
+    with pytest.raises(Problem, match=said):
+        sampling_params(parse(prompt=[1], **fields))
 
 
 @pytest.mark.parametrize(

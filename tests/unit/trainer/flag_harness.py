@@ -54,6 +54,8 @@ def without_batch_size(usual: Sequence[str]) -> list[str]:
 WANDB_SECONDS = 20.0
 WANDB_BYTES = 4000
 """Size that the file of a complete run exceeds."""
+VOCABULARY = 32
+"""Tokens of the tiny model."""
 
 
 @dataclass
@@ -275,6 +277,7 @@ def record_batches(model: Path, count: int = 2) -> list[Batch]:
         sampled = sampler.sample(off, 1, _reward, group_size=4, response_tokens=(3, 12))
         sampled.distill_token_ids = [[[token % 32, (token + 5) % 32] for token in row] for row in sampled.tokens]
         sampled.distill_logprobs = [[[-0.2, -2.0] for _ in row] for row in sampled.tokens]
+        sampled.sampling_masks = [[list(range(VOCABULARY)) for _ in row] for row in sampled.tokens]  # changes nothing
         return sampled
 
     return [Batch(number=number, run_id="r", groups=[group() for _ in range(4)]) for number in range(1, count + 1)]

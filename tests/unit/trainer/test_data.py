@@ -264,10 +264,18 @@ def test_reference_logprobs_of_the_environment_are_taken_where_it_sends_them() -
             {"distill_token_ids": [[[1]] * 4] * 2, "distill_logprobs": [[[-1.0, -2.0]] * 4] * 2},
             "1 distill_token_ids but 2 distill_logprobs",
         ),
+        ({"sampling_masks": [[[7]] * 3] * 2}, "3 sampling_masks for 4 tokens"),
+        ({"sampling_masks": [[[], [], [6], []]] * 2}, "the sampling mask at position 2 lacks the token 7"),
+        ({"tokens": [[5, 6, 7, 8], [99, 6, 7, 9]]}, "tokens has the id 99, and the policy has 40 tokens"),
+        ({"sampling_masks": [[[], [], [7, 40], []]] * 2}, "sampling_masks has the id 40"),
+        (
+            {"distill_token_ids": [[[41]] * 4] * 2, "distill_logprobs": [[[-1.0]] * 4] * 2},
+            "distill_token_ids has the id 41",
+        ),
     ],
 )
 def test_what_an_environment_supplies_must_fit_its_tokens(fields: dict[str, Any], words: str) -> None:
-    settings = DataSettings(max_tokens=16, advantages=AdvantageSettings(), teacher=True)
+    settings = DataSettings(max_tokens=16, advantages=AdvantageSettings(), teacher=True, vocabulary=40)
     with pytest.raises(BadBatch, match=words):
         prepare(group(**fields), settings=settings)
 
@@ -284,6 +292,25 @@ def test_a_teachers_tokens_lie_at_the_tokens_they_are_about() -> None:
     expected = [[-0.1, -3.0], [-0.2, nothing], [-0.3, nothing], [-0.4, nothing]]
     torch.testing.assert_close(targets.teacher_logprobs, torch.tensor(expected))
     assert prepare(group(distill_token_ids=ids, distill_logprobs=logprobs)).targets.teacher_ids is None
+
+
+def test_sampling_masks_lie_at_their_tokens_and_what_has_one_is_not_marked_as_truncated() -> None:
+    masks = [[[], [], [7, 3, 2], []], [[], [], [7], [9, 1]]]
+    truncated = {"temperature": 1.0, "top_p": 0.9, "truncated_sampling": True}
+    targets = prepare(group(sampling_masks=masks, generation_params=truncated), group()).targets
+    assert targets.sampling_masks is not None
+    assert targets.truncated_sampling is not None
+    unknown = [-1, -1, -1]
+    assert targets.sampling_masks.tolist() == [[7, 3, 2], unknown, [7, -1, -1], [9, 1, -1], *[unknown] * 4]
+    assert targets.truncated_sampling.tolist() == [False, True, False, False, *[False] * 4]
+    assert prepare(group(sampling_masks=[[[]] * 4] * 2)).targets.sampling_masks is None
+
+
+def test_a_sequence_that_is_cut_keeps_the_masks_of_what_is_left() -> None:
+    settings = replace(SETTINGS, max_tokens=3, cuts_overlong=True)
+    targets = prepare(group(sampling_masks=[[[], [], [7, 3], [8]], [[], [], [7], [9]]]), settings=settings).targets
+    assert targets.sampling_masks is not None
+    assert targets.sampling_masks.tolist() == [[7, 3], [7, -1]]
 
 
 def test_p27_a_group_is_judged_whole_where_the_environment_supplies_advantages() -> None:
@@ -357,6 +384,8 @@ def test_a_prepared_share_of_a_batch_knows_the_places_of_its_groups() -> None:
     groups = [group(tokens=[[5 + n, 6, 7, 8], [5 + n, 6, 7, 9]]) for n in range(4)]
     whole = Batch(number=4, run_id="r", groups=groups)
     config = TrainingConfig(model_name="m", advantage_norm="none")
-    step = TrainStep(config=config, progress=Progress(), learner=Mock(), alignment=Mock())
+    learner = Mock()
+    learner.policy.hf_config.get_text_config.return_value.vocab_size = 40
+    step = TrainStep(config=config, progress=Progress(), learner=learner, alignment=Mock())
     assert list(step.prepare(whole).places) == [0, 1, 2, 3]
     assert list(step.prepare(Batch(number=4, run_id="r", groups=[groups[1], groups[3]]), whole).places) == [1, 3]

@@ -182,6 +182,7 @@ def test_numbers_that_no_float32_equals_stay_text_in_the_head():
         {"advantages": []},
         {"distill_token_ids": [[[1, 2], [], [3], [4], [5]]] * 3, "distill_logprobs": [[[1, 2], [], [3], [4], [5]]] * 3},
         {"distill_logprobs": [[[0.1], [], [], [], []]] * 3},
+        {"sampling_masks": [[[], [], [3, 1], [4], [5, 6, 7]]] * 3},
         {"messages": [[{"role": "user", "content": "é"}]] * 3, "overrides": [None, {"a": 1}, {}], "env_id": -1},
     ],
 )

@@ -8,11 +8,12 @@ import pytest
 
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import SamplingNotTrainable, TokensUnavailable
+from environments.sdk.groups import group_items, scored_group, scored_item, to_wire
 from environments.sdk.inference.server import OpenAIServer
 from environments.sdk.inference.vllm import VllmServer
 from environments.sdk.session.session import ManagedSession
-from environments.sdk.session.tokens_and_masks import NO_LOGPROB, NOT_TRAINED
-from environments.sdk.testing import FakeInference, InProcess, logprob_of
+from environments.sdk.session.tokens_and_masks import NO_LOGPROB, NOT_TRAINED, SampleLog
+from environments.sdk.testing import FakeInference, InProcess, logprob_of, mask_of
 
 pytestmark = pytest.mark.anyio
 
@@ -193,6 +194,56 @@ async def test_truncated_sampling_is_refused_unless_allowed_and_then_marked(toke
     params = allowing.nodes[0].metadata["generation_params"]
     assert params["truncated_sampling"] is True
     assert params.items() >= field.items()
+
+
+MASKED = {"allow_truncated_sampling": True, "sampling_mask_limit": 8}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_sampling_masks_stand_at_their_tokens_over_several_turns(tokenizer, streamed):
+    session = make_session(scripted(tokenizer, "35", "7"), tokenizer, **MASKED)
+    more = {"on_delta": lambda _: None} if streamed else {}
+    await session.chat_completion(messages=[QUESTION], top_p=0.9, **more)
+    said = [QUESTION, {"role": "assistant", "content": "35"}, QUESTION]
+    await session.chat_completion(messages=said, top_p=0.9, **more)
+    (node,) = session.nodes
+    masks = [[] if kept == NOT_TRAINED else mask_of(kept) for kept in node.masked_tokens]
+    assert node.sampling_masks == masks
+    assert any(masks), "a test of empty masks alone would show nothing"
+    assert scored_group([node], [1.0])["sampling_masks"] == [masks]
+
+
+@pytest.mark.parametrize(
+    ("field", "asked"), [({"top_k": 5, "min_p": 0.1}, 8), ({"top_p": 0.9, "presence_penalty": 1}, None)]
+)
+async def test_masks_are_requested_where_they_make_the_ratio_exact(tokenizer, field, asked):
+    """A penalty changes the logits of the tokens that stay, which no mask can repeat."""
+    fake = scripted(tokenizer, "7", "7")
+    session = make_session(fake, tokenizer, **MASKED)
+    await session.chat_completion(messages=[QUESTION], **field)
+    await session.chat_completion(messages=[QUESTION])
+    assert [request.get("sampling_mask_limit") for request in fake.requests] == [asked, None]
+    assert [node.sampling_masks is None for node in session.nodes] == [asked is None, True]
+
+
+async def test_a_server_without_sampling_masks_is_refused_where_they_are_wanted(tokenizer):
+    fake = scripted(tokenizer, "7")
+    fake.ours = False
+    session = make_session(fake, tokenizer, **MASKED)
+    with pytest.raises(SamplingNotTrainable, match=r"mask_limit 8: http://fake/v1 .* returns no sampling masks"):
+        await session.chat_completion(messages=[QUESTION], top_p=0.9)
+
+
+async def test_a_group_of_single_rollouts_has_the_masks_of_those_that_have_some(tokenizer):
+    session = make_session(scripted(tokenizer, "7", "7"), tokenizer, **MASKED)
+    await session.chat_completion(messages=[QUESTION], top_p=0.9)
+    await session.chat_completion(messages=[QUESTION])
+    masked, whole = session.nodes
+    group = to_wire(group_items([scored_item(masked, 1.0), scored_item(whole, 0.0)]), SampleLog("train"))
+    assert group.sampling_masks == [masked.sampling_masks, [[] for _ in whole.tokens]]
+    log = SampleLog("train", [masked])
+    by_hand = {"tokens": [masked.tokens], "masks": [masked.masked_tokens], "scores": [1.0]}
+    assert to_wire(by_hand, log).sampling_masks == [masked.sampling_masks]
 
 
 async def test_neutral_sampling_values_are_not_truncation(tokenizer):
