@@ -366,7 +366,7 @@ class Broker:
         row = self.state.environments.get(environment_id)
         self.touch(row)
         own_run = None if run_id is None else self.state.runs.find(run_id).run_id
-        if key is not None and self.keys.find(row.name, key) is not None:
+        if key is not None and self.keys.is_repeat(row.name, key):
             return self._submitted(row, [], duplicates=len(groups))
         fresh, repeated = (list(groups), []) if key is not None else self.submissions.repeats.split(groups)
         had_room = self.pacer.has_room()

@@ -167,6 +167,17 @@ class Environments:
         self._ledger.put_environment(msgspec.structs.replace(row, items=items, former_items=former))
         row.items, row.former_items = items, former
 
+    def item_is_open(self, name: str, run_id: str, number: int) -> bool | None:
+        """Return True if an item of the environment with this name may still be rolled out, by a process or by the next
+        one; False if it is settled, and None if the environment has not leased it.
+        """
+        row = self._by_name.get(name)
+        known = (row.items, *row.former_items) if row is not None else ()
+        items = next((one for one in known if one is not None and one.run_id == run_id), None)
+        if items is None or number >= items.next_item:
+            return None
+        return number in items.leased or number in items.returned
+
     def count_outcome(self, outcome: str, groups: Iterable[GroupRow], *, sign: int = 1) -> None:
         """Count groups that are trained or dropped, by environment and run; the caller provides the transaction.
 

@@ -19,6 +19,7 @@ from atropos_api.errors import InvalidGroup, QueueFull, StoreUnavailable
 from atropos_api.store.base import NO_CHANGES, NO_RUN, Answers, GroupRow, KeyRow
 from atropos_api.store.failpoints import Failpoint
 from atropos_api.wire.group_json import CheckedGroup, finish_text
+from atropos_api.wire.messages import item_of_key
 
 
 class Deduplication:
@@ -122,7 +123,11 @@ def _digest(env_id: int | None, parts: Iterable[bytes | memoryview]) -> bytes:
 
 
 class IdempotencyKeys:
-    """Idempotency keys by owner (an environment's name), remembered until an hour after their groups are done."""
+    """Idempotency keys by owner (an environment's name), remembered until an hour after their groups are done.
+
+    The key of a leased item's group is remembered until the item is settled: after a power cut its environment may be
+    started the next day, and would have the item trained a second time. From then on the item itself is the memory.
+    """
 
     def __init__(self, state: State, rows: Iterable[KeyRow]) -> None:
         self._state = state
@@ -152,6 +157,12 @@ class IdempotencyKeys:
 
     def find(self, owner: str, key: str) -> KeyRow | None:
         return self._by_key.get((owner, key))
+
+    def is_repeat(self, owner: str, key: str) -> bool:
+        """Return True if groups came under this key before, or if it is of an item that is settled: a process that was
+        stopped for longer than a key is remembered may send its group after the item was trained from another's.
+        """
+        return self.find(owner, key) is not None or self._is_open(owner, key) is False
 
     def make(self, owner: str, key: str, group_count: int) -> KeyRow:
         return KeyRow(
@@ -185,13 +196,18 @@ class IdempotencyKeys:
             # Keys are in order of time, so the search can stop at the first recent one.
             if row.used_at > limit:
                 break
-            if row.done_at is not None and row.done_at <= limit:
+            if row.done_at is not None and row.done_at <= limit and not self._is_open(row.owner, row.key):
                 old.append(row)
         for row in old:
             del self._by_id[row.key_id]
             del self._by_key[row.owner, row.key]
         if old:
             self._state.ledger.forget_keys([row.key_id for row in old])
+
+    def _is_open(self, owner: str, key: str) -> bool | None:
+        """Return True if the key is of an item that may be rolled out again, False if of a settled one, else None."""
+        item = item_of_key(key)
+        return None if item is None else self._state.environments.item_is_open(owner, *item)
 
 
 class Submissions:

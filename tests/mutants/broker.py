@@ -16,6 +16,7 @@ _QUEUE = "atropos_api/broker/queue.py"
 _DOOR = "atropos_api/http/auth.py"
 
 _LIMITS = "unit/broker/test_limits.py::test_"
+_ITEMS = "unit/broker/test_items.py::test_"
 _MINIMA = "unit/broker/test_minima.py::test_"
 _AGAIN = "unit/broker/test_v0_repeats.py::test_"
 _V1 = "integration/broker/test_v1.py::test_"
@@ -48,16 +49,30 @@ BROKER: tuple[Mutant, ...] = (
     Mutant(
         "keys are never forgotten",
         _INTAKE,
-        "if row.done_at is not None and row.done_at <= limit:",
+        "if row.done_at is not None and row.done_at <= limit and not self._is_open(row.owner, row.key):",
         "if False:",
         f"{_LIMITS}a_key_is_remembered_for_its_time_after_its_groups_are_done",
     ),
     Mutant(
         "keys of groups under way are forgotten",
         _INTAKE,
-        "if row.done_at is not None and row.done_at <= limit:",
+        "if row.done_at is not None and row.done_at <= limit and not self._is_open(row.owner, row.key):",
         "if True:",
         f"{_LIMITS}a_key_is_remembered_for_its_time_after_its_groups_are_done",
+    ),
+    Mutant(
+        "keys of items that may be rolled out again are forgotten",
+        _INTAKE,
+        " and not self._is_open(row.owner, row.key)",
+        "",
+        f"{_ITEMS}the_key_of_an_item_that_may_be_used_again_is_remembered_over_a_night",
+    ),
+    Mutant(
+        "a settled item's late group is taken",
+        _INTAKE,
+        " or self._is_open(owner, key) is False",
+        "",
+        f"{_ITEMS}a_group_of_a_settled_item_is_a_repeat_however_late_it_comes",
     ),
     Mutant(
         "versions need not be said",

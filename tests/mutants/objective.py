@@ -21,9 +21,33 @@ _OFF_POLICY = (
     "test_the_off_policy_mask_silences_negative_tokens_of_sequences_that_drifted_away"
 )
 _AGED = "unit/objective/test_importance.py::test_a_token_s_gradient_is_weighted_by_the_age_of_its_own_version"
+_SAMPLING_MASKS = "example_trainer/objective/sampling_masks.py"
+_OVER_MASKS = "unit/trainer/test_sampling_masks.py::test_"
 _SPLIT = "unit/trainer/test_training.py::test_p2_the_micro_batch_split_and_the_layout_change_no_gradient"
 
 OBJECTIVE: tuple[Mutant, ...] = (
+    # Sampling masks
+    Mutant(
+        "logprobs are not over the masks",
+        _SAMPLING_MASKS,
+        "return logprobs[:, 0] - torch.where(known, allowed.logsumexp(1), 0.0)",
+        "return logprobs[:, 0] - 0.0 * torch.where(known, allowed.logsumexp(1), 0.0)",
+        f"{_OVER_MASKS}the_trainer_computes_the_samplers_logprobs_over_the_masks",
+    ),
+    Mutant(
+        "the masks' sum has no gradient",
+        _SAMPLING_MASKS,
+        "torch.where(known, allowed.logsumexp(1), 0.0)",
+        "torch.where(known, allowed.logsumexp(1), 0.0).detach()",
+        f"{_OVER_MASKS}the_gradient_is_that_of_the_truncated_distribution",
+    ),
+    Mutant(
+        "padding counts as a token of the mask",
+        _SAMPLING_MASKS,
+        "masked_fill(~masked, -torch.inf).masked_fill",
+        "masked_fill",
+        f"{_OVER_MASKS}logprobs_over_a_mask_have_finite_gradients_at_any_row",
+    ),
     # The clip
     Mutant(
         "clip inverted for negative advantages",

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from atropos_api.broker import Broker, BrokerSettings
+from atropos_api.broker.state import SteadyClock
 from atropos_api.errors import (
     BatchOutOfOrder,
     BrokerError,
@@ -78,7 +79,12 @@ class BrokerProcess:
         self._store = ledger, bodies = SimulatedLedger(self.disk, self._world), SimulatedBodies(self.disk)
         try:
             self.broker = Broker(
-                ledger, bodies, settings=self._settings, clock=self._world.wall_clock, reach=self._reach
+                ledger,
+                bodies,
+                settings=self._settings,
+                clock=SteadyClock(self._world.wall_clock, self._world.steady_seconds),
+                monotonic=self._world.steady_seconds,
+                reach=self._reach,
             )
         except (Killed, StoreUnavailable):
             self.kill()
@@ -410,7 +416,7 @@ class Rival(Program):
 
     def _begin(self, broker: Broker, request: RunRequest) -> None:
         run = broker.state.runs.open
-        if run is None or self.world.wall_clock() - run.trainer_seen_at > 10.0:
+        if run is None or broker.state.clock() - run.trainer_seen_at > 10.0:
             return
         try:
             broker.begin_run(request)

@@ -58,8 +58,12 @@ class World:
             action()
 
     def wall_clock(self) -> float:
-        """The time that the broker's machine shows: it jumps now and then, back too."""
+        """The time that the broker's machine shows: it jumps now and then, back too. A broker reads it at its start."""
         return 1_700_000_000.0 + self.now + self.skew_seconds
+
+    def steady_seconds(self) -> float:
+        """The monotonic time of every machine."""
+        return self.now
 
     def happens(self, probability: float) -> bool:
         return self.chance.random() < probability

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from atropos_api.wire.groups import Group
-from atropos_api.wire.messages import ItemLease, ItemRequest
+from atropos_api.wire.messages import ItemLease, ItemRequest, item_key
 from environments.sdk.session.tokens_and_masks import NOT_TRAINED
 
 ITEMS_A_CALL = 8
@@ -73,7 +73,7 @@ class ItemLeases:
     def keys(self, item: LeasedItem, groups: int) -> list[GroupKey]:
         """Return a key for each of an item's groups, which are about to be submitted."""
         self._unacknowledged[item] = groups
-        return [GroupKey(item, f"{item.run_id}/item-{item.number}/{index}") for index in range(groups)]
+        return [GroupKey(item, item_key(item.run_id, item.number, index)) for index in range(groups)]
 
     def acknowledge(self, item: LeasedItem) -> None:
         """Note that one group of the item is at the broker, or refused by it for good."""

@@ -4,6 +4,7 @@ import pytest
 
 from atropos_api.errors import InvalidRequest, UnknownEnvironment, UnknownRun
 from atropos_api.wire import ItemRequest
+from atropos_api.wire.messages import item_key, item_of_key
 
 
 @pytest.fixture
@@ -101,6 +102,47 @@ def test_a_restarted_environment_keeps_its_items(broker, env):
     lease(broker, env, 3)
     assert broker.register() == env
     assert lease(broker, env, 2, process="second") == [0, 1]
+
+
+def test_the_key_of_an_item_that_may_be_used_again_is_remembered_over_a_night(broker, env):
+    """The power fails between an item's submission and its report, and the run is resumed the next day."""
+    (number,) = lease(broker, env, 1)
+    run_id = items_of(broker, env).run_id
+    key = item_key(run_id, number, 0)
+    broker.send(env, 1, 2, key=key, run_id=run_id)
+    broker.batch(1)
+    broker.inner.commit(1)
+    broker.now += 86_400.0
+    broker.restart()
+    broker.send(env, 3, 4, key="another")
+    broker.batch(2)
+    broker.inner.commit(2)
+    assert lease(broker, env, 1, process="second") == [number]
+    assert broker.send(env, 1, 2, key=key, run_id=run_id).duplicates == 2
+
+
+def test_a_group_of_a_settled_item_is_a_repeat_however_late_it_comes(broker, env):
+    """Its process was stopped for a night, and another one has rolled the item out meanwhile."""
+    lease(broker, env, 2)
+    run_id = items_of(broker, env).run_id
+    keys = [item_key(run_id, number, 0) for number in range(4)]
+    assert lease(broker, env, 2, process="second") == [0, 1]
+    broker.send(env, 1, 2, key=keys[0], run_id=run_id)
+    lease(broker, env, 0, process="second", call=2, finished=[0], dropped={"timed-out": [1]})
+    broker.batch(1)
+    broker.inner.commit(1)
+    broker.now += 86_400.0
+    broker.send(env, 3, 4, key="another")
+    broker.batch(2)
+    broker.inner.commit(2)
+    assert broker.inner.keys.find("env", keys[0]) is None, "a settled item's key is forgotten like any other"
+    assert [broker.send(env, 5, key=key, run_id=run_id).duplicates for key in keys] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("key", ["", "anything", "r/item-5", "r/item--5/0", "r/item-5/0/1", "item-5/0", "r/item-٥/x"])
+def test_other_keys_are_no_items(key):
+    assert item_of_key(key) is None
+    assert item_of_key(item_key("a/b", 5, 1)) == ("a/b", 5)
 
 
 def test_without_a_run_none_are_leased_and_after_its_end_they_are_still_settled(broker):
