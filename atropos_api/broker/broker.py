@@ -140,6 +140,7 @@ class Broker:
         self.sizes = GroupSizes(state)
         self.succession = RunSuccession(state, self.batches, self.sizes)
         self.holds = PolicyHolds(state)
+        self.holds.bound_leases()
         self.items = Items(state)
         self.reports = Reports(state, self.metrics, self.recent)
         self.rollouts = Rollouts(state, self.recent)

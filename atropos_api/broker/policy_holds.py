@@ -14,7 +14,7 @@ import msgspec
 from atropos_api.broker.state import State
 from atropos_api.errors import UnknownHold
 from atropos_api.store.base import HoldRow, RunRow
-from atropos_api.wire.messages import Hold, HoldRequest
+from atropos_api.wire.messages import LONGEST_HOLD_SECONDS, Hold, HoldRequest
 
 
 class PolicyHolds:
@@ -36,6 +36,16 @@ class PolicyHolds:
             row = msgspec.structs.replace(self._find(run, request.hold_id), until=until)
         self._keep(run, (*self._others(run, row.hold_id), row), "policy-held", row)
         return self._describe(run, row)
+
+    def bound_leases(self) -> None:
+        """Let no lease of before this start last longer from now on than it was granted for.
+
+        Its end is a time of day: if the machine's clock has been set back since, the trainer would wait for days.
+        """
+        run = self._state.runs.open
+        if run is not None:
+            now = self._state.clock()
+            run.holds = tuple(_bounded(row, now) for row in run.holds)
 
     def release(self, hold_id: str) -> Hold:
         run = self._state.runs.require_open()
@@ -78,3 +88,8 @@ class PolicyHolds:
             policy_version=row.version,
             kept=row.version == run.policy_version,
         )
+
+
+def _bounded(row: HoldRow, now: float) -> HoldRow:
+    seconds = min(LONGEST_HOLD_SECONDS, row.until - row.since)
+    return msgspec.structs.replace(row, until=min(row.until, now + seconds))

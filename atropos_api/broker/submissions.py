@@ -137,15 +137,22 @@ class IdempotencyKeys:
         self._last_id = max(self._by_id, default=0)
 
     def adopt(self, groups: Iterable[GroupRow]) -> None:
-        """Count the groups found at start for their keys; a key whose groups were all lost begins to age."""
+        """Count the groups found at start for their keys; a key whose groups were all lost begins to age.
+
+        If the machine's clock has been set back since, a key ages from now on.
+        """
         for group in groups:
             # A group that is kept for replay outlives its key, and the id of that key must not be used again.
             self._last_id = max(self._last_id, group.key_id)
             if group.key_id in self._by_id:
                 self._open_groups[group.key_id] = self._open_groups.get(group.key_id, 0) + 1
+        now = self._state.clock()
         for row in self._by_id.values():
-            if row.done_at is None and row.key_id not in self._open_groups:
-                row.done_at = self._state.clock()
+            row.used_at = min(row.used_at, now)
+            if row.done_at is not None:
+                row.done_at = min(row.done_at, now)
+            elif row.key_id not in self._open_groups:
+                row.done_at = now
                 self._state.ledger.put_key(row)
 
     def withdraw(self, key_ids: Iterable[int]) -> None:

@@ -140,6 +140,23 @@ def test_a_key_is_remembered_for_its_time_after_its_groups_are_done(broker):
     assert [broker.send(env, 2, key="two").duplicates, broker.send(env, 1, key="one").accepted] == [1, 1]
 
 
+@pytest.mark.parametrize("broker", [{"key_memory_seconds": 60.0}], indirect=True)
+def test_a_key_ages_from_the_start_if_the_clock_was_set_back_while_the_broker_was_down(broker):
+    env = broker.register()
+    broker.begin(batch_size=4)
+    broker.send(env, 1, key="one")
+    broker.batch(1)
+    broker.inner.commit(1)
+    broker.now -= 86_400
+    broker.restart()
+    broker.now += 59
+    broker.inner.keys.finish([])
+    assert broker.inner.keys.find("env", "one") is not None
+    broker.now += 1
+    broker.inner.keys.finish([])
+    assert broker.inner.keys.find("env", "one") is None, "it would be kept for a day"
+
+
 @pytest.mark.parametrize(
     "settings", [{"max_queued_sequences": 11}, {"max_queued_bytes": 1}], ids=["sequences", "bytes"]
 )
