@@ -150,6 +150,12 @@ class BatchOutOfOrder(BrokerError):
     kind = "batch-out-of-order"
 
 
+class ItemCallIsOver(BrokerError):
+    """A process counts its calls for items up, and only the last call may be repeated."""
+
+    kind = "item-call-is-over"
+
+
 class PolicyNotNewer(BrokerError):
     """Policy versions must increase and are never reused."""
 

@@ -14,7 +14,7 @@ from itertools import chain
 import msgspec
 
 from atropos_api.broker.state import State
-from atropos_api.errors import InvalidRequest
+from atropos_api.errors import ItemCallIsOver
 from atropos_api.store.base import EnvironmentRow, ItemsRow
 from atropos_api.wire.messages import ItemLease, ItemRequest
 
@@ -37,10 +37,9 @@ class Items:
         if request.call == items.call:
             return ItemLease(run_id=run_id, items=list(items.answer))
         if request.call < items.call:
-            raise InvalidRequest(
+            raise ItemCallIsOver(
                 f"call {request.call} is over, the last one was {items.call}; count calls up, and repeat only the last",
-                field="call",
-                value=request.call,
+                last_call=items.call,
             )
         # When the run has ended, what became of its items is still recorded, but no others are leased.
         changed = _lease(_settle(items, request), request, count=request.count if run is not None else 0)

@@ -42,6 +42,7 @@ STATUS_BY_KIND: Final = {
     "run-superseded": 409,
     "run-in-progress": 409,
     "batch-out-of-order": 409,
+    "item-call-is-over": 409,
     "policy-not-newer": 409,
     "no-backup": 409,
     "batch-committed": 410,

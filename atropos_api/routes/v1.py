@@ -185,7 +185,7 @@ async def report_dropped(request: Request, environment_id: str) -> Response:
     body=ItemRequest,
     example={"process": "5f0c2a", "call": 2, "finished": [0, 1], "dropped": {"equal-scores": [2]}, "count": 3},
     answers=ok(ItemLease, "The items that are this process's now"),
-    errors=("invalid-request", "unknown-environment", *WRITES),
+    errors=("invalid-request", "unknown-environment", "item-call-is-over", *WRITES),
 )
 async def lease_items(request: Request, environment_id: str) -> Response:
     asked = decode_body(await read_body(request), ItemRequest)

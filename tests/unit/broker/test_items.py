@@ -2,7 +2,7 @@
 
 import pytest
 
-from atropos_api.errors import InvalidRequest, UnknownEnvironment, UnknownRun
+from atropos_api.errors import ItemCallIsOver, UnknownEnvironment, UnknownRun
 from atropos_api.wire import ItemRequest
 from atropos_api.wire.messages import item_key, item_of_key
 
@@ -46,7 +46,7 @@ def test_a_repeated_call_gets_the_same_items_and_counts_nothing_twice(broker, en
 def test_a_call_before_the_last_one_is_refused(broker, env):
     for call in (1, 2):
         lease(broker, env, call=call)
-    with pytest.raises(InvalidRequest, match="call 1 is over, the last one was 2"):
+    with pytest.raises(ItemCallIsOver, match="call 1 is over, the last one was 2"):
         lease(broker, env, call=1)
 
 
