@@ -96,8 +96,7 @@ class Stage:
 STAGES = (
     Stage("unit", ("tests/unit",)),
     Stage("properties", ("tests/property",)),
-    Stage("simulation", ("tests/simulation",)),
-    Stage("mutants", ("tests/mutants",)),
+    Stage("simulation-mutants", ("tests/simulation", "tests/mutants")),  # each is one file, so that both run at a time
     Stage("broker", ("tests/integration/broker",)),
     Stage("browser", ("tests/browser",)),
     Stage("environments", ("tests/integration/environments",)),
