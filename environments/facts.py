@@ -32,7 +32,7 @@ from environments.commands import environment_names, load_environment
 from environments.sdk.base_env import BaseEnv
 from environments.sdk.config import APIServerConfig
 from environments.sdk.environment import Environment
-from environments.sdk.inference.sampling import MASKING, TRUNCATING
+from environments.sdk.inference.sampling import TRUNCATING, masks_suffice
 from environments.sdk.runtime.cli import read_command
 from environments.sdk.tokenizer import load_tokenizer
 
@@ -69,8 +69,8 @@ class Facts:
     """True if every rollout that can be seen in the source is a chat, so that a chat template is needed."""
     truncating: list[FixedParameter] = field(default_factory=list)
     """Parameters that make the sampled distribution differ from the model's."""
-    maskable: list[str] = field(default_factory=lambda: sorted(MASKING))
-    """Names of those that only forbid tokens, so that a sampling mask makes the ratio exact."""
+    maskable: bool = False
+    """True if with sampling masks the ratio is exact under all of them together."""
     temperatures: list[FixedParameter] = field(default_factory=list)
     stops: list[str] = field(default_factory=list)
     """Texts at which rollouts end, as far as they are constants or settings."""
@@ -118,6 +118,7 @@ def find_facts(server: str, flags: Sequence[str]) -> Facts | None:
     facts.servers = [_server_facts(each) for each in command.servers]
     fixed = [*reader.fixed_parameters(), *_fixed_by_settings(facts.env)]
     facts.truncating = [one for one in fixed if one.name in TRUNCATING and one.value not in TRUNCATING[one.name]]
+    facts.maskable = masks_suffice(one.name for one in facts.truncating)
     facts.temperatures = [one for one in fixed if one.name == "temperature"]
     facts.stops = _texts(facts.env.get("stop")) + [
         text for one in fixed if one.name == "stop" for text in _texts(one.value)

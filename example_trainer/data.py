@@ -34,7 +34,6 @@ from example_trainer.objective.advantages import (
     shuffle,
 )
 from example_trainer.objective.losses import Targets
-from example_trainer.objective.sampling_masks import NO_TOKEN
 from example_trainer.options.training_options import TrainingOptions
 
 logger = logging.getLogger(__name__)
@@ -240,6 +239,7 @@ def _targets(kept: Sequence[Candidate]) -> Targets:
     ]
     temperatures = [np.full(count, one.temperature) for count, one in zip(counts, kept, strict=True)]
     teacher_ids, teacher_logprobs = _teachers(kept)
+    mask_ids, mask_bounds = _sampling_masks(kept)
     return Targets(
         labels=_join([candidate.tokens[candidate.targets] for candidate in kept], np.int64),
         rollout_logprobs=_join([candidate.rollout_logprobs for candidate in kept], np.float32),
@@ -250,7 +250,8 @@ def _targets(kept: Sequence[Candidate]) -> Targets:
         version_bounds=_join([candidate.version_bounds for candidate in kept], np.int64),
         reference_logprobs=_references(kept),
         truncated_sampling=_truncated_sampling(kept),
-        sampling_masks=_sampling_masks(kept),
+        mask_ids=mask_ids,
+        mask_bounds=mask_bounds,
         teacher_ids=teacher_ids,
         teacher_logprobs=teacher_logprobs,
     )
@@ -275,22 +276,17 @@ def _truncated_sampling(kept: Sequence[Candidate]) -> Tensor | None:
 def _unknown_truncation(one: Candidate) -> NDArray[np.bool_]:
     if one.sampling_masks is None or not one.truncated_sampling:
         return np.full(len(one.targets), one.truncated_sampling)
-    return np.array([not len(mask) for mask in one.sampling_masks], dtype=np.bool_)
+    return np.equal(one.sampling_masks[1], 0)
 
 
-def _sampling_masks(kept: Sequence[Candidate]) -> Tensor | None:
-    """Return all sequences' sampling masks, padded with -1 to one width; None if there are none."""
-    known = [candidate.sampling_masks for candidate in kept if candidate.sampling_masks is not None]
-    width = max((len(mask) for masks in known for mask in masks), default=0)
-    if not width:
-        return None
-    padded = np.full((sum(len(candidate.targets) for candidate in kept), width), NO_TOKEN, dtype=np.int64)
-    first = 0
-    for candidate in kept:
-        for at, mask in enumerate(candidate.sampling_masks or (), start=first):
-            padded[at, : len(mask)] = mask
-        first += len(candidate.targets)
-    return torch.from_numpy(padded)
+def _sampling_masks(kept: Sequence[Candidate]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the ids of all masks, token after token, and where each token's begin and end; None if there are none."""
+    if all(candidate.sampling_masks is None for candidate in kept):
+        return None, None
+    nothing = np.zeros(0, dtype=np.int64)
+    masks = [one.sampling_masks or (nothing, np.zeros(len(one.targets), dtype=np.int64)) for one in kept]
+    bounds = _join([np.zeros(1), *(counts for _, counts in masks)], np.int64).cumsum(0)
+    return _join([ids for ids, _ in masks], np.int64), bounds
 
 
 def _teachers(kept: Sequence[Candidate]) -> tuple[Tensor | None, Tensor | None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,9 @@ from example_trainer.errors import BadBatch, MissingLogprobs
 FloatArray = NDArray[np.float32]
 
 IntArray = NDArray[np.int64]
+
+SamplingMasks = tuple[IntArray, IntArray]
+"""Ids that the draws could choose from, `[M]`, token after token, and their number at each token, 0: not known."""
 
 Teacher = tuple[IntArray, FloatArray]
 """Token ids `[n, K]` and their logprobs, padded with -inf if there are fewer than K."""
@@ -46,8 +50,7 @@ class Candidate:
     reference_logprobs: FloatArray | None
     teacher: Teacher | None
     truncated_sampling: bool
-    sampling_masks: list[IntArray] | None
-    """Per trained token the ids that its draw could choose from, none where they are not known."""
+    sampling_masks: SamplingMasks | None
     versions: IntArray
     version_bounds: IntArray
     group: int
@@ -68,7 +71,8 @@ class Candidate:
         if self.teacher is not None:
             self.teacher = (self.teacher[0][inside], self.teacher[1][inside])
         if self.sampling_masks is not None:
-            self.sampling_masks = self.sampling_masks[inside]
+            ids, counts = self.sampling_masks
+            self.sampling_masks = ids[: counts[inside].sum()], counts[inside]
 
 
 def read_sequence(
@@ -95,7 +99,7 @@ def read_sequence(
         vocabulary,
         tokens=[tokens],
         distill_token_ids=teacher[:1] if teacher else (),
-        sampling_masks=masks or (),
+        sampling_masks=masks[:1] if masks else (),
     )
     versions = _versions(group, index, len(tokens))[targets]
     bound = UNKNOWN_VERSION if group.received_version is None else group.received_version
@@ -210,8 +214,8 @@ def _supplied_teacher(group: Group, index: int, targets: IntArray, length: int) 
     return _padded(group, index, [_listed(ids[at]) for at in targets], [_listed(logprobs[at]) for at in targets])
 
 
-def _sampling_masks(group: Group, index: int, tokens: IntArray, targets: IntArray) -> list[IntArray] | None:
-    """Return the sampling mask of each trained token; a token that its own mask does not allow is an error."""
+def _sampling_masks(group: Group, index: int, tokens: IntArray, targets: IntArray) -> SamplingMasks | None:
+    """Return the sampling masks at the trained tokens; a token that its own mask does not allow is an error."""
     rows = _row(group.sampling_masks, index)
     if rows is None:
         return None
@@ -219,14 +223,19 @@ def _sampling_masks(group: Group, index: int, tokens: IntArray, targets: IntArra
         raise BadBatch(
             f"{where(group, index)}: {len(rows)} sampling_masks for {len(tokens)} tokens; send one list a token"
         )
-    masks = [np.asarray(_listed(rows[at]), dtype=np.int64) for at in targets]
-    for at, mask in zip(targets, masks, strict=True):
-        if len(mask) and tokens[at] not in mask:
-            raise BadBatch(
-                f"{where(group, index)}: the sampling mask at position {at} lacks the token {tokens[at]} drawn there; "
-                "send the tokens that could be drawn, or an empty list where they are not known"
-            )
-    return masks if any(map(len, masks)) else None
+    masks = [_listed(rows[at]) for at in targets]
+    counts = np.fromiter(map(len, masks), dtype=np.int64, count=len(masks))
+    ids = np.fromiter(chain.from_iterable(masks), dtype=np.int64, count=int(counts.sum()))
+    owners = np.repeat(np.arange(len(masks)), counts)
+    found = np.bincount(owners, ids == tokens[targets][owners], minlength=len(masks))
+    wrong = np.flatnonzero((counts > 0) & (found != 1))
+    if len(wrong):
+        at = targets[wrong[0]]
+        raise BadBatch(
+            f"{where(group, index)}: the sampling mask at position {at} has the token {tokens[at]} that was drawn "
+            f"there {found[wrong[0]]:.0f} times; send each token that could be drawn once, or an empty list"
+        )
+    return (ids, counts) if len(ids) else None
 
 
 def leave_out_absent(batch: Batch) -> tuple[Batch, int]:

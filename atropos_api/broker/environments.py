@@ -34,8 +34,6 @@ class Environments:
         self._rows = {row.environment_id: row for row in rows}
         self._by_name = {row.name: row for row in self._rows.values() if not row.legacy}
         self._liveness: LivenessSnapshot | None = None
-        self._processes: dict[int, str] = {}
-        """The process of each environment that named one; not stored, since each heartbeat names it again."""
         self._waiting: Counter[str] = Counter()
         """Open heartbeats by process. The connection of a killed process is closed, so its heartbeat ends."""
 
@@ -79,14 +77,13 @@ class Environments:
             connected=True,
             registered_at=now,
             seen_at=now,
+            process=request.process,
             items=known.items if known else None,
             former_items=known.former_items if known else (),
             outcomes=known.outcomes if known else OutcomesRow(),
         )
         self._keep(row)
         self._by_name[row.name] = row
-        if request.process:
-            self._processes[row.environment_id] = request.process
         return row
 
     @contextmanager
@@ -101,7 +98,8 @@ class Environments:
 
     def refuse_other_process(self, row: EnvironmentRow, process: str) -> None:
         """Raise `UnknownEnvironment` if this environment is another process's by now, so that the caller registers."""
-        if process and self._processes.setdefault(row.environment_id, process) != process:
+        row.process = row.process or process
+        if process and row.process != process:
             raise UnknownEnvironment(
                 f"environment {row.environment_id} ({row.name}) is another process's; register again",
                 field="environment_id",
@@ -120,7 +118,7 @@ class Environments:
 
     def _process_of(self, name: str) -> str | None:
         row = self._by_name.get(name)
-        return None if row is None else self._processes.get(row.environment_id)
+        return None if row is None else row.process or None
 
     def register_legacy(self, request: EnvironmentRequest, now: float) -> EnvironmentRow:
         """Register as Atropos does, where several environments may share a name.

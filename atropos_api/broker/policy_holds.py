@@ -38,7 +38,7 @@ class PolicyHolds:
         return self._describe(run, row)
 
     def bound_leases(self) -> None:
-        """Let no lease of before this start last longer from now on than it was granted for.
+        """Let no lease of before this start last longer than a new one may, or, if it began in the future, than it was.
 
         Its end is a time of day: if the machine's clock has been set back since, the trainer would wait for days.
         """
@@ -92,4 +92,4 @@ class PolicyHolds:
 
 def _bounded(row: HoldRow, now: float) -> HoldRow:
     seconds = min(LONGEST_HOLD_SECONDS, row.until - row.since)
-    return msgspec.structs.replace(row, until=min(row.until, now + seconds))
+    return msgspec.structs.replace(row, since=min(row.since, now), until=min(row.until, now + seconds))

@@ -128,6 +128,8 @@ class EnvironmentRow(msgspec.Struct, kw_only=True):
     run_id: str | None = None
     """The run it last took part in: when that run finishes, the environment does too."""
     legacy: bool = False
+    process: str = ""
+    """Its process, if that names itself: after a restart of the broker each process gets its own environment back."""
     items: ItemsRow | None = None
     """Its items, if it leases them."""
     former_items: tuple[ItemsRow, ...] = ()

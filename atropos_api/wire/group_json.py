@@ -17,7 +17,7 @@ import msgspec
 
 from atropos_api.errors import InvalidGroup, InvalidRequest
 from atropos_api.wire.columns import pack_record, unpack_record
-from atropos_api.wire.groups import WIRE_KEYS, Form, Span
+from atropos_api.wire.groups import MOST_MASK_TOKENS, WIRE_KEYS, Form, Span
 from atropos_api.wire.json_arrays import check_floats, check_ids, check_nested, check_numbers
 from atropos_api.wire.messages import Whole
 
@@ -31,6 +31,8 @@ _PREFIXES: Final = tuple(f'{"," if index else "{"}"{key}":'.encode() for index, 
 _NULLS: Final = dict.fromkeys(WIRE_KEYS, _NULL)
 _OPEN_KEYS: Final = frozenset({*WIRE_KEYS, "received_version"})
 _FREE_KEYS: Final = ("messages", "generation_params", "overrides", "group_overrides", "images")
+_CHECKED_KEYS: Final = frozenset({"sampling_masks", "policy_versions"})
+"""Keys after those of the contract that have checks of their own."""
 _DISTILLED: Final = ("distill_token_ids", "distill_logprobs")
 _OBJECTS: Final = frozenset({"generation_params", "group_overrides"})
 _NO_OVERRIDES: Final = b"{}"
@@ -180,7 +182,11 @@ def _check_arrays(texts: dict[str, bytes], lengths: list[int], where: str) -> No
             found, texts[key] = check_floats(texts[key], where + key)
             if found != lengths:
                 raise _shaped_otherwise(found, lengths, where + key)
-    _check_nested(texts, "sampling_masks", lengths, where)
+    masks = _check_nested(texts, "sampling_masks", lengths, where) or []
+    widest = max((width for row in masks for width in row), default=0)
+    if widest > MOST_MASK_TOKENS:
+        reason = f"a mask has at most {MOST_MASK_TOKENS} tokens; send an empty one where more could be drawn"
+        raise InvalidGroup(f"{where}sampling_masks", widest, reason)
     if texts.keys().isdisjoint(_DISTILLED):
         return
     ids = _check_nested(texts, "distill_token_ids", lengths, where)
@@ -200,7 +206,7 @@ def _check_nested(texts: dict[str, bytes], key: str, lengths: list[int], where: 
 
 
 def _check_free_fields(texts: dict[str, bytes], size: int, where: str) -> None:
-    for key in (*_FREE_KEYS, *sorted(texts.keys() - _OPEN_KEYS)):
+    for key in (*_FREE_KEYS, *sorted(texts.keys() - _OPEN_KEYS - _CHECKED_KEYS)):
         text = texts.get(key, _NULL)
         if text in _EMPTY:
             # Some clients send [] for an empty value; a trainer that decodes by type rejects a list here.

@@ -47,6 +47,9 @@ OPTIONAL_PER_SEQUENCE: Final = (
 )
 """The optional keys that have one entry per rollout, as `tokens`, `masks` and `scores` have."""
 
+MOST_MASK_TOKENS: Final = 255
+"""Most tokens of a sampling mask. A wider one would cost the trainer more memory than the token's ratio is worth."""
+
 ABSENT: Final = "absent"
 """Key of `overrides`, true for the row of a rollout without which its group was closed: not trained and not counted."""
 
@@ -81,7 +84,7 @@ class Group(msgspec.Struct, kw_only=True):
     policy_versions: list[list[Span]] | None = None
     """Per sequence: spans that cover its sampled tokens."""
     sampling_masks: list[list[list[int]]] | None = None
-    """Shaped as `tokens`: at each sampled token the tokens that the draw could choose from; empty: not known."""
+    """Shaped as `tokens`: at each sampled token the at most 255 that the draw could choose from; empty: not known."""
     policy: str | None = None
     """Name of the policy that sampled it; None: the one that its run trains."""
     received_version: int | None = None

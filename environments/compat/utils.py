@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from atropos_api.wire.groups import OPTIONAL_PER_SEQUENCE
 from environments.sdk.group_files import render_group, write_page
 
 __all__ = [
@@ -52,6 +53,8 @@ logger = logging.getLogger(__name__)
 OPEN, CLOSE = "<think>", "</think>"
 
 MODEL_ROLES = ("assistant", "agent")
+OF_EACH_TOKEN = frozenset(OPTIONAL_PER_SEQUENCE) - {"messages", "overrides", "images"}
+"""Fields of a step that belong to its very tokens."""
 
 
 def strip_thinking(response_text: str) -> str:
@@ -133,8 +136,7 @@ def _fit(step: Mapping[str, Any], tokenizer: Any, most: int) -> Mapping[str, Any
         if max(len(one["tokens"]) for one in encoded) <= most:
             break
     shortened = {"messages": chats, "tokens": [e["tokens"] for e in encoded], "masks": [e["masks"] for e in encoded]}
-    # The logprobs belong to the original tokens.
-    return {key: value for key, value in step.items() if key != "inference_logprobs"} | shortened
+    return {key: value for key, value in step.items() if key not in OF_EACH_TOKEN} | shortened
 
 
 def _droppable(chat: Sequence[Mapping[str, Any]]) -> int:

@@ -25,6 +25,7 @@ from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.identity import require_address
 from atropos_api.common.observability import LogForm, MetricsHost, MetricsPort, TracesEndpoint
 from atropos_api.common.secrets import SECRET
+from atropos_api.wire.groups import MOST_MASK_TOKENS
 
 ServerType = Literal["openai", "trl", "sglang", "vllm"]
 
@@ -149,6 +150,7 @@ class BaseEnvConfig(BaseModel):
     sampling_mask_limit: int = Field(
         0,
         ge=0,
+        le=MOST_MASK_TOKENS,
         description="Most tokens of a sampling mask: for each token of a top-p, top-k or min-p sample those that could "
         "be drawn, with which the trainer's ratio is exact; 0: no masks.",
     )

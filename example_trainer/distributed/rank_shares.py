@@ -88,7 +88,7 @@ def gather_first_pass(own: FirstPass, ranks: Ranks) -> FirstPass:
     """Return the values of all ranks joined, without the columns of teacher and masks, which only the loss needs."""
     if ranks.world_size == 1:
         return own
-    per_token = replace(own.targets, teacher_ids=None, teacher_logprobs=None, sampling_masks=None)
+    per_token = replace(own.targets, teacher_ids=None, teacher_logprobs=None, mask_ids=None, mask_bounds=None)
     host = torch.device("cpu")
     arrays = (own.logprobs.to(host), own.entropies.to(host), own.first_logprobs.to(host))
     shares = ranks.gather((_tensors_of(per_token.to(host)), arrays))

@@ -325,8 +325,10 @@ class Targets:
     """Logprobs under the weights before the batch's first update, once the learner has computed them."""
     truncated_sampling: Tensor | None = None
     """Boolean, True where a group was sampled with top-p or similar and no mask is known; None if no group was."""
-    sampling_masks: Tensor | None = None
-    """[N, W] ids of the tokens that a draw could choose from, padded with -1: a row without any stands for all."""
+    mask_ids: Tensor | None = None
+    """[M] ids of the tokens that the draws could choose from, token after token; None if no sampling mask is known."""
+    mask_bounds: Tensor | None = None
+    """[N + 1] places in `mask_ids` at which each token's mask begins and ends; an empty one stands for all tokens."""
     trusted: Tensor | None = None
     """Boolean, False at tokens that `m2po` leaves out; None for other losses, and before it is known."""
     teacher_ids: Tensor | None = None

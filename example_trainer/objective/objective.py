@@ -29,10 +29,11 @@ from example_trainer.errors import UnusableLoss
 from example_trainer.modeling.micro_batches import Row
 from example_trainer.objective.losses import LossInputs, LossSettings, OwnLoss, loss_terms
 from example_trainer.objective.metrics import policy_metrics
-from example_trainer.objective.ratios import KlController, log_ratios, teacher_credits
+from example_trainer.objective.ratios import KlController, log_ratios, sequence_means, teacher_credits
 from example_trainer.objective.reference_policy import Reference, Score
 from example_trainer.objective.sampling_masks import labels_with_masks, over_masks
 from example_trainer.objective.surrogates import outward_squares, second_moment_cut
+from example_trainer.options.objective import WHOLE_SEQUENCE_LOSSES
 from example_trainer.state import ObjectiveState
 
 if TYPE_CHECKING:
@@ -150,6 +151,10 @@ class Objective:
         `gather` returns the arrays that all ranks give it.
         """
         self.settings = replace(self.settings, kl_coef=self.kl.coefficient)
+        if targets.truncated_sampling is not None and self.settings.loss_type in WHOLE_SEQUENCE_LOSSES:
+            # A token without its mask has a wrong ratio, and would move the ratio of its whole sequence.
+            share = sequence_means(targets.truncated_sampling.float(), targets.sequences)
+            targets = replace(targets, truncated_sampling=share > 0)
         if self.reference is not None:
             targets = replace(targets, reference_logprobs=self.reference.logprobs(rows, targets, score))
         if self.settings.distill != "none" and targets.teacher_ids is None:
@@ -181,6 +186,8 @@ class Objective:
         logprobs = score(rows, targets) if known is None else known
         logs = log_ratios(logprobs, targets.rollout_logprobs, self.settings.log_ratio_clamp)
         squares, outward = outward_squares(logs, targets.advantages)
+        if targets.truncated_sampling is not None:
+            outward = outward & ~targets.truncated_sampling
         everywhere = torch.cat(gather(squares[outward].cpu()))
         return ~outward | (squares < second_moment_cut(everywhere, self.settings.m2_threshold))
 
@@ -207,7 +214,7 @@ class Objective:
         if teacher_ids is None:
             return over_masks(logprobs, targets, at), None
         count = teacher_ids.shape[1]
-        own = logprobs[:, 0] if targets.sampling_masks is None else logprobs[:, :-count]
+        own = logprobs[:, 0] if logprobs.shape[1] == 1 + count else logprobs[:, :-count]
         return over_masks(own, targets, at), logprobs[:, -count:]
 
     def _compared_teacher(self, targets: Targets) -> Tensor | None:

@@ -7,7 +7,7 @@ computes the same: log pi(a) - log sum of pi(b) over the mask's tokens b, so tha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,16 +15,22 @@ from torch import Tensor
 if TYPE_CHECKING:
     from example_trainer.objective.losses import Targets
 
-NO_TOKEN: Final = -1
-"""The id that pads a mask."""
-
 
 def labels_with_masks(targets: Targets, at: Tensor) -> Tensor:
-    """Return the tokens whose logprobs are needed at `at`: `[n]`, or `[n, 1 + W]` with those of the masks."""
+    """Return the tokens whose logprobs are needed at `at`: `[n]`, or `[n, 1 + W]` with those of the masks.
+
+    W is the width of the widest mask there; a narrower one is filled with any id.
+    """
     own = targets.labels[at]
-    if targets.sampling_masks is None:
+    if targets.mask_ids is None or targets.mask_bounds is None:
         return own
-    return torch.cat([own[:, None], targets.sampling_masks[at].clamp(min=0)], dim=1)
+    begins = targets.mask_bounds[at]
+    counts = targets.mask_bounds[at + 1] - begins
+    width = int(counts.max()) if len(counts) else 0
+    if not width:
+        return own
+    places = begins[:, None] + torch.arange(width, device=at.device)
+    return torch.cat([own[:, None], targets.mask_ids[places.clamp(max=len(targets.mask_ids) - 1)]], dim=1)
 
 
 def over_masks(logprobs: Tensor, targets: Targets, at: Tensor) -> Tensor:
@@ -32,10 +38,11 @@ def over_masks(logprobs: Tensor, targets: Targets, at: Tensor) -> Tensor:
 
     Where no mask is known they are those over the whole vocabulary.
     """
-    if targets.sampling_masks is None:
+    if logprobs.ndim == 1 or targets.mask_bounds is None:
         return logprobs
-    masked = targets.sampling_masks[at] != NO_TOKEN
-    known = masked.any(1)
+    counts = targets.mask_bounds[at + 1] - targets.mask_bounds[at]
+    known = counts > 0
+    masked = torch.arange(logprobs.shape[1] - 1, device=at.device) < counts[:, None]
     # A row without a mask sums to 0, whose logarithm has no gradient: it gets 1, and its tokens none.
     allowed = logprobs[:, 1:].masked_fill(~masked, -torch.inf).masked_fill(~known[:, None], 0.0)
     return logprobs[:, 0] - torch.where(known, allowed.logsumexp(1), 0.0)

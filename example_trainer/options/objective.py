@@ -31,6 +31,8 @@ CLIPPED_LOSSES = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "luspo"})
 """Losses with PPO's clipped surrogate; they differ in denominators, advantages and the level of the ratio."""
 SEQUENCE_RATIO_LOSSES = frozenset({"gspo", "luspo"})
 """The losses among them whose ratio is a whole sequence's: the geometric mean of its tokens' ratios."""
+WHOLE_SEQUENCE_LOSSES = SEQUENCE_RATIO_LOSSES | {"gmpo", "vespo"}
+"""The losses in which a token's ratio acts on all tokens of its sequence."""
 
 PUBLISHED_FORMS: Mapping[str, Mapping[str, object]] = {
     "dr_grpo": {"loss_aggregation": "constant", "advantage_norm": "none"},

@@ -64,10 +64,13 @@ def sampling_masks(logprobs: Any, limit: int) -> list[list[int]]:
     than `limit`, so what it left out of a row of at most `limit` tokens had none.
     """
     ids, values = logprobs.token_ids, logprobs.logprobs
-    masks = []
+    masks: list[list[int]] = []
     for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True):
-        kept = list(dict.fromkeys(ids[i] for i in range(start, end) if values[i] > -math.inf))
-        masks.append(kept if len(kept) <= limit else [])
+        if end - start > limit + 1 and values[end - 1] > -math.inf:  # a wide row, as most are without a mask
+            masks.append([])
+            continue
+        kept = dict.fromkeys(ids[i] for i in range(start, end) if values[i] > -math.inf)
+        masks.append(list(kept) if len(kept) <= limit else [])
     return masks
 
 

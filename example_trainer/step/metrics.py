@@ -24,7 +24,6 @@ from atropos_api.common.tracing import traceparent_of
 from atropos_api.wire import Batch, Group
 from example_trainer.group_sequences import MASKED
 from example_trainer.objective.metrics import reward_metrics, staleness_metrics, token_ages
-from example_trainer.objective.sampling_masks import NO_TOKEN
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -213,7 +212,7 @@ def _share_metrics(training: TrainingBatch, sampled_tokens: int) -> dict[str, fl
 
 def _mask_metrics(targets: Targets) -> dict[str, float]:
     """Return the share of tokens with a sampling mask among those of a truncated distribution, if there are any."""
-    known = 0 if targets.sampling_masks is None else int((targets.sampling_masks != NO_TOKEN).any(1).sum())
+    known = 0 if targets.mask_bounds is None else int((targets.mask_bounds.diff() > 0).sum())
     unknown = 0 if targets.truncated_sampling is None else int(targets.truncated_sampling.sum())
     return {names.SAMPLING_MASK_FRACTION: known / (known + unknown)} if known + unknown else {}
 

@@ -44,8 +44,8 @@ OBJECTIVE: tuple[Mutant, ...] = (
     Mutant(
         "padding counts as a token of the mask",
         _SAMPLING_MASKS,
-        "masked_fill(~masked, -torch.inf).masked_fill",
-        "masked_fill",
+        ".masked_fill(~masked, -torch.inf)",
+        "",
         f"{_OVER_MASKS}logprobs_over_a_mask_have_finite_gradients_at_any_row",
     ),
     # The clip

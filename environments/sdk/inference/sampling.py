@@ -7,7 +7,7 @@ behind a chat route for an amount of thinking, in the fields that each provider 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
@@ -45,8 +45,10 @@ TRUNCATING: Mapping[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
 }
 
-# Those that only forbid tokens: with a sampling mask the trainer recomputes the same distribution.
-MASKING = frozenset({"top_p", "top_k", "min_p", "min_tokens", "allowed_token_ids", "bad_words"})
+# Those that only forbid tokens: with a sampling mask the trainer recomputes the same distribution. The others of them
+# forbid so few that no mask holds the rest.
+NARROWING = frozenset({"top_p", "top_k", "min_p", "allowed_token_ids"})
+MASKING = NARROWING | {"min_tokens", "bad_words"}
 
 UNSENT = (None, {"type": "text"})  # the last is the default of `response_format`
 
@@ -114,8 +116,7 @@ class Sampling:
 
     def with_masks(self, limit: int) -> Sampling:
         """Return the parameters with sampling masks of at most `limit` tokens, if these make the ratio exact."""
-        truncations = set(self.truncations())
-        return replace(self, mask_limit=limit) if truncations and truncations <= MASKING else self
+        return replace(self, mask_limit=limit) if masks_suffice(self.truncations()) else self
 
     def generation_params(self) -> dict[str, Any]:
         """Return the sampling parameters that a group reports to the trainer."""
@@ -137,11 +138,17 @@ class Sampling:
         truncations = self.truncations()
         if truncations and not allow_truncated:
             given = ", ".join(f"{name}={self.more[name]!r}" for name in truncations)
-            masks = " (and --env.sampling_mask_limit for exact ratios)" if MASKING.issuperset(truncations) else ""
+            masks = " (and --env.sampling_mask_limit for exact ratios)" if masks_suffice(truncations) else ""
             raise SamplingNotTrainable(
                 f"{given}: the trainer recomputes the model's whole distribution, not a truncated one; "
                 f"leave it out, or set --env.allow_truncated_sampling to train on it with importance weights{masks}"
             )
+
+
+def masks_suffice(truncations: Iterable[str]) -> bool:
+    """Return True if the trainer can recompute a distribution with these truncations from sampling masks."""
+    names = frozenset(truncations)
+    return names <= MASKING and not names.isdisjoint(NARROWING)
 
 
 def count_of(kwargs: Mapping[str, Any]) -> int:

@@ -103,12 +103,11 @@ def check_sampling(requested: RequestedRun) -> Iterator[Finding]:
             text = f"{environment.name} samples with {given['name']} {given['value']!r} ({given['where']}), and the "
             text += "trainer recomputes the model's whole distribution"
             if _allows(environment, "truncated_sampling"):
+                if facts["maskable"] and _set(environment, "sampling_mask_limit"):
+                    continue
                 advice = "leave it out if you can: env.allow_truncated_sampling only weighs and caps the difference"
-                if given["name"] in facts["maskable"]:
-                    if _set(environment, "sampling_mask_limit"):
-                        continue
-                    advice = "leave it out, or set env.sampling_mask_limit to 64, with which the ratio is exact"
-                yield warning("sampling", text, advice)
+                exact = "; env.sampling_mask_limit 64 makes the ratio exact where at most 64 tokens could be drawn"
+                yield warning("sampling", text, advice + exact * facts["maskable"])
             else:
                 advice = "leave it out, or set env.allow_truncated_sampling to train with importance weights"
                 yield error("sampling", text, advice)

@@ -139,6 +139,18 @@ def test_a_group_of_a_settled_item_is_a_repeat_however_late_it_comes(broker, env
     assert [broker.send(env, 5, key=key, run_id=run_id).duplicates for key in keys] == [1, 1, 0, 0]
 
 
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+def test_after_a_restart_of_the_broker_each_process_gets_its_own_environment_and_items_back(broker, order):
+    """Keys are of an environment's name: with names exchanged, a group would be a repeat of the other's."""
+    own = {"a": broker.register(process="a")}
+    with broker.inner.state.environments.waiting("a"):
+        own["b"] = broker.register(process="b")
+    assert own["a"] != own["b"]
+    broker.restart()
+    assert {process: broker.register(process=process) for process in order} == own
+    assert broker.register(process="c") == own["a"], "a successor has the first name of those that do not wait"
+
+
 @pytest.mark.parametrize("key", ["", "anything", "r/item-5", "r/item--5/0", "r/item-5/0/1", "item-5/0", "r/item-٥/x"])
 def test_other_keys_are_no_items(key):
     assert item_of_key(key) is None

@@ -29,9 +29,13 @@ def test_a_hold_that_ran_out_is_not_renewed(broker):
 @pytest.mark.parametrize("back_seconds", [0.0, 5.0, 86_400.0])
 def test_a_hold_lasts_no_longer_because_the_clock_was_set_back_while_the_broker_was_down(broker, back_seconds):
     broker.begin()
-    broker.inner.holds.hold(HoldRequest(seconds=60))
+    hold_id = broker.inner.holds.hold(HoldRequest(seconds=60)).hold_id
     broker.now += 20 - back_seconds
     broker.restart()
     assert broker.inner.policy_state().held_seconds == min(60, 40 + back_seconds)
+    broker.now += 30
+    broker.inner.holds.hold(HoldRequest(seconds=60, hold_id=hold_id))
+    broker.restart()
+    assert broker.inner.policy_state().held_seconds == 60, "it was renewed"
     broker.now += 60
     assert broker.inner.policy_state().held_seconds == 0

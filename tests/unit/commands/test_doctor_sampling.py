@@ -195,7 +195,9 @@ def test_truncated_rollouts_are_found_by_the_line_that_asks_for_them(harness: Do
     assert harness.find() == [], "with masks the ratio is exact"
     harness.write_environment(own("n=2, top_p=0.9, presence_penalty=0.5"))
     harness.sections["env"] |= {"allow_truncated_sampling": True, "sampling_mask_limit": 64}
-    harness.find_one("sampling", "presence_penalty 0.5", verdict="warning")
+    found = harness.find()
+    assert [(one.subject, one.verdict) for one in found] == [("sampling", "warning")] * 2, "no mask repeats a penalty"
+    assert not any("sampling_mask_limit" in one.advice for one in found)
 
 
 def test_defaults_that_the_server_would_apply_to_plain_requests_are_found(harness: DoctorHarness) -> None:

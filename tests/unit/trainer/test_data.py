@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Literal
 from unittest.mock import Mock
 
@@ -17,6 +18,7 @@ from example_trainer.data import DataSettings, TrainingBatch, prepare_batch, rep
 from example_trainer.errors import BadBatch, MissingLogprobs
 from example_trainer.group_sequences import find_places, find_temperature, leave_out_absent
 from example_trainer.objective.advantages import AdvantageSettings, OverlongSettings, overlong_penalty
+from example_trainer.objective.losses import Targets
 from example_trainer.state import Progress
 from example_trainer.step.train_step import TrainStep
 
@@ -265,7 +267,11 @@ def test_reference_logprobs_of_the_environment_are_taken_where_it_sends_them() -
             "1 distill_token_ids but 2 distill_logprobs",
         ),
         ({"sampling_masks": [[[7]] * 3] * 2}, "3 sampling_masks for 4 tokens"),
-        ({"sampling_masks": [[[], [], [6], []]] * 2}, "the sampling mask at position 2 lacks the token 7"),
+        (
+            {"sampling_masks": [[[], [], [6], []]] * 2},
+            "at position 2 has the token 7 that was drawn there 0 times",
+        ),
+        ({"sampling_masks": [[[], [], [7, 3, 7], []]] * 2}, "has the token 7 that was drawn there 2 times"),
         ({"tokens": [[5, 6, 7, 8], [99, 6, 7, 9]]}, "tokens has the id 99, and the policy has 40 tokens"),
         ({"sampling_masks": [[[], [], [7, 40], []]] * 2}, "sampling_masks has the id 40"),
         (
@@ -294,23 +300,28 @@ def test_a_teachers_tokens_lie_at_the_tokens_they_are_about() -> None:
     assert prepare(group(distill_token_ids=ids, distill_logprobs=logprobs)).targets.teacher_ids is None
 
 
+def masks_of(targets: Targets) -> list[list[int]]:
+    assert targets.mask_ids is not None
+    assert targets.mask_bounds is not None
+    ids, bounds = targets.mask_ids.tolist(), targets.mask_bounds.tolist()
+    assert (bounds[0], bounds[-1], len(bounds)) == (0, len(ids), len(targets) + 1)
+    return [ids[begin:end] for begin, end in pairwise(bounds)]
+
+
 def test_sampling_masks_lie_at_their_tokens_and_what_has_one_is_not_marked_as_truncated() -> None:
     masks = [[[], [], [7, 3, 2], []], [[], [], [7], [9, 1]]]
     truncated = {"temperature": 1.0, "top_p": 0.9, "truncated_sampling": True}
     targets = prepare(group(sampling_masks=masks, generation_params=truncated), group()).targets
-    assert targets.sampling_masks is not None
+    assert masks_of(targets) == [[7, 3, 2], [], [7], [9, 1], *[[]] * 4]
     assert targets.truncated_sampling is not None
-    unknown = [-1, -1, -1]
-    assert targets.sampling_masks.tolist() == [[7, 3, 2], unknown, [7, -1, -1], [9, 1, -1], *[unknown] * 4]
     assert targets.truncated_sampling.tolist() == [False, True, False, False, *[False] * 4]
-    assert prepare(group(sampling_masks=[[[]] * 4] * 2)).targets.sampling_masks is None
+    assert prepare(group(sampling_masks=[[[]] * 4] * 2)).targets.mask_ids is None
 
 
 def test_a_sequence_that_is_cut_keeps_the_masks_of_what_is_left() -> None:
     settings = replace(SETTINGS, max_tokens=3, cuts_overlong=True)
     targets = prepare(group(sampling_masks=[[[], [], [7, 3], [8]], [[], [], [7], [9]]]), settings=settings).targets
-    assert targets.sampling_masks is not None
-    assert targets.sampling_masks.tolist() == [[7, 3], [7, -1]]
+    assert masks_of(targets) == [[7, 3], [7]]
 
 
 def test_p27_a_group_is_judged_whole_where_the_environment_supplies_advantages() -> None:

@@ -67,8 +67,8 @@ def recorded(tiny_model: Path) -> Batch:
 
 
 def known(batch: TrainingBatch) -> Tensor:
-    assert batch.targets.sampling_masks is not None
-    return (batch.targets.sampling_masks >= 0).any(1)
+    assert batch.targets.mask_bounds is not None
+    return batch.targets.mask_bounds.diff() > 0
 
 
 def test_the_trainer_computes_the_samplers_logprobs_over_the_masks(tiny_model: Path, recorded: Batch) -> None:
@@ -82,13 +82,14 @@ def test_the_trainer_computes_the_samplers_logprobs_over_the_masks(tiny_model: P
 def plain_loss(learner: Any, batch: TrainingBatch) -> Tensor:
     """GRPO's loss at ratio 1, token by token through the whole model, in the form of its definition."""
     targets, terms = batch.targets, []
-    masks = targets.sampling_masks
-    assert masks is not None
+    assert targets.mask_ids is not None
+    assert targets.mask_bounds is not None
+    masks = targets.mask_ids.tensor_split(targets.mask_bounds[1:-1])
     for row in batch.rows:
         logits = learner.policy.module(torch.from_numpy(np.asarray(row.tokens))[None]).logits[0].float() / TEMPERATURE
         for number, at in enumerate(row.targets.tolist()):
             place = row.first_target + number
-            allowed = masks[place][masks[place] >= 0]
+            allowed = masks[place]
             over = logits[at - 1][allowed] if len(allowed) else logits[at - 1]
             logprob = logits[at - 1][targets.labels[place]] - over.logsumexp(0)
             ratio = (logprob - logprob.detach()).exp() if len(allowed) else None
@@ -112,11 +113,10 @@ def test_the_gradient_is_that_of_the_truncated_distribution(tiny_model: Path, re
 
 def test_a_mask_of_one_token_leaves_nothing_to_learn(tiny_model: Path, recorded: Batch) -> None:
     batch = prepare(tiny_model, recorded, max_grad_norm=0.0)
-    alone = torch.full((len(batch.targets), 3), -1)
-    alone[:, 0] = batch.targets.labels
     targets = replace(
         batch.targets,
-        sampling_masks=alone,
+        mask_ids=batch.targets.labels,
+        mask_bounds=torch.arange(len(batch.targets) + 1),
         rollout_logprobs=torch.zeros(len(batch.targets)),
         truncated_sampling=None,
     )
@@ -126,9 +126,9 @@ def test_a_mask_of_one_token_leaves_nothing_to_learn(tiny_model: Path, recorded:
 
 def test_without_any_mask_nothing_changes(tiny_model: Path) -> None:
     batch = prepare(tiny_model, sample(tiny_model), max_grad_norm=0.0)
-    unknown = torch.full((len(batch.targets), 4), -1)
+    nowhere = torch.zeros(len(batch.targets) + 1, dtype=torch.long)
     learners = [make_learner(tiny_model, max_grad_norm=0.0) for _ in range(2)]
-    masked = replace(batch, targets=replace(batch.targets, sampling_masks=unknown))
+    masked = replace(batch, targets=replace(batch.targets, mask_ids=torch.tensor([3]), mask_bounds=nowhere))
     assert_close(gradients(learners[0], batch), gradients(learners[1], masked), 1e-8)
 
 
@@ -159,6 +159,37 @@ def test_every_logprob_of_a_step_is_over_the_same_tokens(
     assert metrics["train/kl_reference" if "kl_coef" in settings else "train/skipped"] < 1e-6
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "gspo", "clip_eps": 3e-4, "clip_eps_high": 4e-4},
+        {"loss_type": "gmpo", "clip_eps": 0.05, "clip_eps_high": 0.05},
+        {"loss_type": "vespo"},
+        {"loss_type": "m2po", "m2_threshold": 1e-6},
+    ],
+    ids=lambda settings: settings["loss_type"],
+)
+def test_a_token_without_its_mask_does_not_clip_or_scale_the_tokens_that_have_theirs(
+    tiny_model: Path, recorded: Batch, settings: dict[str, Any]
+) -> None:
+    """Its ratio is wrong by the mass that was cut away, which would silence its whole sequence in gspo."""
+    settings = {**settings, "max_grad_norm": 0.0}
+    batch = prepare(tiny_model, recorded, **settings)
+    learner = make_learner(tiny_model, **settings)
+    prepared = learner.objective.prepare(batch.rows, batch.targets, learner.score)
+    logprobs = learner.score(batch.rows, batch.targets).requires_grad_(True)
+    at = torch.arange(len(batch.targets))
+    terms = learner.objective.terms(prepared, at, logprobs, None, torch.ones(len(at)))
+    terms["policy"].sum().backward()
+    assert logprobs.grad is not None
+    sharp = known(batch) & (prepared.advantages != 0)
+    alone = (batch.targets.sequences[:, None] == batch.targets.sequences[~known(batch)]).any(1)
+    for tokens in (sharp & ~alone, sharp & alone):
+        if tokens.any():
+            ratios = -logprobs.grad[tokens] / prepared.advantages[tokens]
+            torch.testing.assert_close(ratios, torch.ones(len(ratios)), rtol=0, atol=2e-3)
+
+
 def test_a_teachers_tokens_stand_beside_the_masks(tiny_model: Path) -> None:
     raw = top_k_batch(tiny_model)
     for group in raw.groups:
@@ -175,7 +206,6 @@ def test_a_teachers_tokens_stand_beside_the_masks(tiny_model: Path) -> None:
 
 def test_logprobs_over_a_mask_have_finite_gradients_at_any_row() -> None:
     logprobs = torch.tensor([[-1.0, -1.0, -2.0], [-3.0, -9.0, -9.0], [-0.5, -0.5, -0.7]], requires_grad=True)
-    masks = torch.tensor([[4, 5], [-1, -1], [6, -1]])
     targets = Targets(
         labels=torch.tensor([4, 5, 6]),
         rollout_logprobs=torch.zeros(3),
@@ -184,10 +214,14 @@ def test_logprobs_over_a_mask_have_finite_gradients_at_any_row() -> None:
         sequences=torch.zeros(3, dtype=torch.long),
         versions=torch.zeros(3, dtype=torch.long),
         version_bounds=torch.zeros(3, dtype=torch.long),
-        sampling_masks=masks,
+        mask_ids=torch.tensor([4, 5, 6]),
+        mask_bounds=torch.tensor([0, 2, 2, 3]),
     )
     at = torch.arange(3)
-    assert labels_with_masks(targets, at).tolist() == [[4, 4, 5], [5, 0, 0], [6, 6, 0]]
+    labels = labels_with_masks(targets, at)
+    assert labels[:, 0].tolist() == [4, 5, 6]
+    assert (labels[0, 1:].tolist(), labels[2, 1].item()) == ([4, 5], 6)
+    assert labels_with_masks(targets, at[1:2]).tolist() == [5], "no mask there, so no further column"
     found = over_masks(logprobs, targets, at)
     found.sum().backward()
     torch.testing.assert_close(found.detach()[1:], torch.tensor([-3.0, 0.0]))

@@ -214,10 +214,16 @@ async def test_sampling_masks_stand_at_their_tokens_over_several_turns(tokenizer
 
 
 @pytest.mark.parametrize(
-    ("field", "asked"), [({"top_k": 5, "min_p": 0.1}, 8), ({"top_p": 0.9, "presence_penalty": 1}, None)]
+    ("field", "asked"),
+    [
+        ({"top_k": 5, "min_p": 0.1}, 8),
+        ({"top_p": 0.9, "min_tokens": 2}, 8),
+        ({"top_p": 0.9, "presence_penalty": 1}, None),
+        ({"min_tokens": 2}, None),
+    ],
 )
 async def test_masks_are_requested_where_they_make_the_ratio_exact(tokenizer, field, asked):
-    """A penalty changes the logits of the tokens that stay, which no mask can repeat."""
+    """A penalty changes the logits of the tokens that stay, which no mask can repeat; no mask holds all but a few."""
     fake = scripted(tokenizer, "7", "7")
     session = make_session(fake, tokenizer, **MASKED)
     await session.chat_completion(messages=[QUESTION], **field)
