@@ -19,7 +19,7 @@ from atropos_api.errors import InvalidGroup, QueueFull, StoreUnavailable
 from atropos_api.store.base import NO_CHANGES, NO_RUN, Answers, GroupRow, KeyRow
 from atropos_api.store.failpoints import Failpoint
 from atropos_api.wire.group_json import CheckedGroup, finish_text
-from atropos_api.wire.messages import item_of_key
+from atropos_api.wire.messages import ITEM_KEY
 
 
 class Deduplication:
@@ -213,8 +213,10 @@ class IdempotencyKeys:
 
     def _is_open(self, owner: str, key: str) -> bool | None:
         """Return True if the key is of an item that may be rolled out again, False if of a settled one, else None."""
-        item = item_of_key(key)
-        return None if item is None else self._state.environments.item_is_open(owner, *item)
+        item = ITEM_KEY.fullmatch(key)
+        if item is None:
+            return None
+        return self._state.environments.item_is_open(owner, item["run_id"], int(item["number"]))
 
 
 class Submissions:

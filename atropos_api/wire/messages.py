@@ -221,18 +221,13 @@ class ItemLease(msgspec.Struct, kw_only=True):
     """Fewer than were asked for if there are no more; none without an open run."""
 
 
-_ITEM_KEY = re.compile(r"(?P<run_id>.+)/item-(?P<number>\d{1,16})/\d+")
+ITEM_KEY = re.compile(r"(?P<run_id>.+)/item-(?P<number>[0-9]{1,16})/[0-9]+")
+"""The form of `item_key`."""
 
 
 def item_key(run_id: str, number: int, group: int) -> str:
     """Return the idempotency key of a leased item's group, counted from 0: that of an item used again is the same."""
     return f"{run_id}/item-{number}/{group}"
-
-
-def item_of_key(key: str) -> tuple[str, int] | None:
-    """Return run and number of the item whose group has this key; None if it is no item's."""
-    found = _ITEM_KEY.fullmatch(key)
-    return None if found is None else (found["run_id"], int(found["number"]))
 
 
 class Submission(msgspec.Struct, kw_only=True):

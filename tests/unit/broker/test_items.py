@@ -4,7 +4,7 @@ import pytest
 
 from atropos_api.errors import ItemCallIsOver, UnknownEnvironment, UnknownRun
 from atropos_api.wire import ItemRequest
-from atropos_api.wire.messages import item_key, item_of_key
+from atropos_api.wire.messages import ITEM_KEY, item_key
 
 
 @pytest.fixture
@@ -153,8 +153,9 @@ def test_after_a_restart_of_the_broker_each_process_gets_its_own_environment_and
 
 @pytest.mark.parametrize("key", ["", "anything", "r/item-5", "r/item--5/0", "r/item-5/0/1", "item-5/0", "r/item-٥/x"])
 def test_other_keys_are_no_items(key):
-    assert item_of_key(key) is None
-    assert item_of_key(item_key("a/b", 5, 1)) == ("a/b", 5)
+    assert ITEM_KEY.fullmatch(key) is None
+    found = ITEM_KEY.fullmatch(item_key("a/b", 5, 1))
+    assert (found["run_id"], found["number"]) == ("a/b", "5")
 
 
 def test_without_a_run_none_are_leased_and_after_its_end_they_are_still_settled(broker):
