@@ -246,14 +246,19 @@ class Environment(ABC):
         needs.
         """
         if data is not None and self.checkpoint_dir:
-            save_state(Path(self.checkpoint_dir), self.registered_name, step, data)
+            save_state(Path(self.checkpoint_dir), self._checkpoint_name, step, data)
 
     def load_checkpoint(self) -> None:
         """Restore the state saved at the step, each key as an attribute; called when a run is resumed."""
         if not self.checkpoint_dir:
             return
-        for key, value in load_state(Path(self.checkpoint_dir), self.registered_name, self.curr_step).items():
+        for key, value in load_state(Path(self.checkpoint_dir), self._checkpoint_name, self.curr_step).items():
             setattr(self, key, value)
+
+    @property
+    def _checkpoint_name(self) -> str:
+        """The name that the broker gave this process: of two copies of one environment each keeps its own state."""
+        return self.wandb_prepend or self.registered_name
 
     async def handle_send_to_api(
         self,

@@ -185,6 +185,16 @@ async def test_a_state_that_cannot_be_kept_costs_no_training(tokenizer_folder, c
     assert "the environment's state of step" in caplog.text
 
 
+async def test_of_two_copies_of_an_environment_each_keeps_its_own_state(tokenizer_folder, tmp_path):
+    copies = [make_env(make_fake(), tokenizer_folder, ArithmeticEnv) for _ in range(2)]
+    for number, (env, told) in enumerate(zip(copies, ("arithmetic", "arithmetic_1"), strict=True)):
+        env.checkpoint_dir, env.wandb_prepend, env.curr_step = str(tmp_path), told, 4
+        env.save_checkpoint(4, {"drawn": number})
+    for env in copies:
+        env.load_checkpoint()
+    assert [env.drawn for env in copies] == [0, 1]
+
+
 async def test_results_of_an_earlier_run_in_the_same_folder_are_kept_aside(tokenizer_folder, tmp_path):
     for name in ("step-0", "earlier/step-0"):
         (tmp_path / name).mkdir(parents=True)
