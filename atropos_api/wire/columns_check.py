@@ -21,7 +21,7 @@ from atropos_api.wire.columns import (
     split_columns,
     unpack_body,
 )
-from atropos_api.wire.group_json import CheckedGroup, check_fields, read_policy
+from atropos_api.wire.group_json import CheckedGroup, check_fields, check_teacher_width, read_policy
 from atropos_api.wire.messages import Whole
 
 MOST_GROUPS: Final = 1 << 14
@@ -95,6 +95,8 @@ def _check_values(name: str, column: Column, lengths: Sequence[int], where: str)
             place = int(finite.argmin())
             field = where + _locate(name, place, lengths)
             raise InvalidGroup(field, str(column[place]), "a finite number is needed")
+    elif name == "distill_lengths":
+        check_teacher_width(int(column.max()), where)
     elif name != "masks" and len(column) and column.min() < 0:
         place = int(column.argmin())
         raise InvalidGroup(where + _locate(name, place, lengths), int(column[place]), "a token id is 0 or more")

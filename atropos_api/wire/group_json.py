@@ -17,7 +17,7 @@ import msgspec
 
 from atropos_api.errors import InvalidGroup, InvalidRequest
 from atropos_api.wire.columns import pack_record, unpack_record
-from atropos_api.wire.groups import MOST_MASK_TOKENS, WIRE_KEYS, Form, Span
+from atropos_api.wire.groups import MOST_MASK_TOKENS, MOST_TEACHER_TOKENS, WIRE_KEYS, Form, Span
 from atropos_api.wire.json_arrays import check_floats, check_ids, check_nested, check_numbers
 from atropos_api.wire.messages import Whole
 
@@ -182,17 +182,24 @@ def _check_arrays(texts: dict[str, bytes], lengths: list[int], where: str) -> No
             found, texts[key] = check_floats(texts[key], where + key)
             if found != lengths:
                 raise _shaped_otherwise(found, lengths, where + key)
-    masks = _check_nested(texts, "sampling_masks", lengths, where) or []
-    widest = max((width for row in masks for width in row), default=0)
-    if widest > MOST_MASK_TOKENS:
+    masks = _check_nested(texts, "sampling_masks", lengths, where)
+    if masks is not None and (widest := max(map(max, masks))) > MOST_MASK_TOKENS:
         reason = f"a mask has at most {MOST_MASK_TOKENS} tokens; send an empty one where more could be drawn"
         raise InvalidGroup(f"{where}sampling_masks", widest, reason)
     if texts.keys().isdisjoint(_DISTILLED):
         return
     ids = _check_nested(texts, "distill_token_ids", lengths, where)
     logprobs = _check_nested(texts, "distill_logprobs", lengths, where)
+    if ids is not None:
+        check_teacher_width(max(map(max, ids)), where)
     if ids is not None and logprobs is not None and ids != logprobs:
         raise InvalidGroup(f"{where}distill_logprobs", "another shape", "it must be shaped as distill_token_ids")
+
+
+def check_teacher_width(widest: int, where: str) -> None:
+    """Refuse a position at which a teacher names more tokens than a trainer takes."""
+    if widest > MOST_TEACHER_TOKENS:
+        raise InvalidGroup(f"{where}distill_token_ids", widest, f"at most {MOST_TEACHER_TOKENS} tokens a position")
 
 
 def _check_nested(texts: dict[str, bytes], key: str, lengths: list[int], where: str) -> list[list[int]] | None:

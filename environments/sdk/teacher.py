@@ -18,6 +18,7 @@ import anyio
 from pydantic import BaseModel, Field
 
 from atropos_api.common.concurrency import run_blocking
+from atropos_api.wire.groups import MOST_TEACHER_TOKENS
 from environments.sdk.base_env import BaseEnv
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list
 from environments.sdk.errors import EnvironmentsError, TokenizerMismatch, innermost
@@ -38,7 +39,10 @@ class TeacherFields(BaseModel):
 
     teacher_enabled: bool = Field(False, description="Ask the teacher for logprobs of every group.")
     teacher_top_k: int = Field(
-        0, ge=-1, description="Most likely tokens to keep at each position, besides the given one; 0: only that."
+        0,
+        ge=-1,
+        lt=MOST_TEACHER_TOKENS,
+        description="Most likely tokens to keep at each position, besides the given one; 0: only that.",
     )
 
 

@@ -104,6 +104,11 @@ NAN, INFINITY = float("nan"), float("inf")
         ("distill_lengths", None, {"columns": ("tokens", "masks", "distill_token_ids")}),
         ("distill_lengths", -1, {"columns": DISTILLED[:4], "values": {"distill_lengths": [2, -1, 1]}}),
         (
+            "distill_token_ids",
+            1025,
+            {"columns": DISTILLED[:4], "values": {"distill_lengths": [0, 1025, 0], "distill_token_ids": [3] * 1025}},
+        ),
+        (
             "distill_token_ids[1]",
             -4,
             {"columns": DISTILLED[:4], "values": {"distill_lengths": [1, 0, 1], "distill_token_ids": [3, -4]}},

@@ -47,6 +47,7 @@ def check(**changes):
         ("sampling_masks[0][1][0]", {"sampling_masks": [[[1], [-2]], [[3]]]}),
         ("sampling_masks[0]", {"sampling_masks": [None, [[3]]]}),
         ("sampling_masks", {"sampling_masks": [[[], list(range(256))], [[3]]]}),
+        ("distill_token_ids", {"distill_token_ids": [[[1], list(range(1025))], [[3]]]}),
         ("policy_versions", {"policy_versions": [[[0, 1, 2]]]}),
         ("policy_versions[0]", {"policy_versions": [[[0, 3, 2]], []]}),
         ("policy_versions[0]", {"policy_versions": [[[0, 2, 2], [1, 2, 3]], []]}),
