@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atropos_api.wire import Batch, Group
+from example_trainer.errors import BadBatch, MissingLogprobs
 from example_trainer.group_sequences import MASKED, Candidate, override_of, read_sequence
 from example_trainer.modeling.micro_batches import Row
 from example_trainer.objective.advantages import (
@@ -54,6 +55,8 @@ class DataSettings:
     seed: int = 0
     vocabulary: int | None = None
     """Number of the policy's tokens: a larger id is an error; None: not checked."""
+    leaves_out_unusable: bool = False
+    """True if a group that cannot be trained is left out; else it is an error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -95,6 +98,7 @@ def data_settings(config: TrainingOptions, *, vocabulary: int | None = None) -> 
         shuffle_advantages=config.shuffle_advantages,
         seed=config.seed,
         vocabulary=vocabulary,
+        leaves_out_unusable=config.unusable_groups == "leave_out",
     )
 
 
@@ -106,15 +110,9 @@ def prepare_batch(
     `whole` is the full batch of which `batch` is one rank's share; only a std over the whole batch needs it. `absent`
     is the number of sequences that `leave_out_absent` took out of it.
     """
-    counts = dict.fromkeys(("overlong", "truncated", "no_signal", "no_trained_token", "zeroed"), 0)
+    counts = dict.fromkeys(("overlong", "truncated", "no_signal", "no_trained_token", "zeroed", "unusable"), 0)
     counts["absent"] = absent
-    read = [
-        [
-            read_sequence(group, number, index, settings.teacher, settings.vocabulary)
-            for index in range(len(group.tokens))
-        ]
-        for number, group in enumerate(batch.groups)
-    ]
+    read = [_read_group(group, number, settings) for number, group in enumerate(batch.groups)]
     lengths = [len(candidate.targets) for candidates in read for candidate in candidates]
     scores = [_scores(group, settings) for group in batch.groups]
     whole_batch_scores = None if whole is None else [_scores(group, settings) for group in whole.groups]
@@ -122,6 +120,10 @@ def prepare_batch(
     kept: list[Candidate] = []
     by_group: list[list[float]] = []
     for group, rewards, values, candidates in zip(batch.groups, scores, advantages, read, strict=True):
+        if not candidates:
+            counts["unusable"] += len(group.tokens)
+            by_group.append([0.0] * len(group.tokens))
+            continue
         signal = _has_signal(rewards, candidates, settings)
         by_group.append([_advantage(group, index, values, candidates[index]) for index in range(len(candidates))])
         for index, candidate in enumerate(candidates):
@@ -147,6 +149,18 @@ def prepare_batch(
         counts=counts,
         overlong_penalty=sum(overlong_penalty(length, settings.overlong) for length in lengths) / max(1, len(lengths)),
     )
+
+
+def _read_group(group: Group, number: int, settings: DataSettings) -> list[Candidate]:
+    """Return the sequences of a group; none of a group that cannot be trained, if such are left out."""
+    try:
+        indices = range(len(group.tokens))
+        return [read_sequence(group, number, index, settings.teacher, settings.vocabulary) for index in indices]
+    except (BadBatch, MissingLogprobs) as error:
+        if not settings.leaves_out_unusable:
+            raise type(error)(f"{error}; or go on without such groups by --unusable-groups leave_out") from None
+        logger.warning("a group is left out: %s", error)
+        return []
 
 
 def _scores(group: Group, settings: DataSettings) -> list[float]:

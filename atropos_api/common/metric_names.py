@@ -59,7 +59,7 @@ TRAINED_FRACTION: Final = "data/trained_fraction"
 """Trained tokens divided by all sampled tokens."""
 LEFT_OUT: Final = "data/{cause}"
 """Sequences left out: `overlong`, `truncated`, `no_signal` (rewards all equal), `zeroed`, `no_trained_token`,
-`absent` (of closed groups)."""
+`absent` (of closed groups), `unusable` (of groups that --unusable-groups leaves out)."""
 NO_SIGNAL_FRACTION: Final = "data/no_signal_fraction"
 """Share of sequences left out because the rewards of their group are all equal."""
 SAMPLING_MASK_FRACTION: Final = "data/sampling_mask_fraction"

@@ -165,6 +165,11 @@ class BatchOptions(MicroBatchOptions):
         description="Treatment of a sequence longer than --seq-len: drop does not train on it, mask trains on its "
         "first --seq-len tokens.",
     )
+    unusable_groups: Literal["stop", "leave_out"] = Field(
+        "stop",
+        description="Treatment of a group that cannot be trained (no logprobs of its tokens, ids that the policy does "
+        "not have): stop ends the run, leave_out goes on without it.",
+    )
     epochs_per_batch: int = Field(
         1,
         ge=1,

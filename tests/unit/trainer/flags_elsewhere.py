@@ -47,6 +47,8 @@ ELSEWHERE: dict[str, str] = {
     "::test_r12_two_ranks_train_as_one_process_by_rows_or_by_layers_and_one_goes_on_from_their_checkpoint",
     "trainer_tensor_parallel_size": "tests/integration/trainer/test_ranks.py"
     "::test_r12_two_ranks_train_as_one_process_by_rows_or_by_layers_and_one_goes_on_from_their_checkpoint",
+    "unusable_groups": "tests/unit/trainer/test_data.py"
+    "::test_the_run_goes_on_without_groups_that_cannot_be_trained_if_it_is_asked_to",
     "use_trackio": "tests/unit/monitoring/test_trackers.py"
     "::test_with_use_trackio_steps_settings_and_signs_go_to_a_run_that_a_resume_continues",
     "vllm_config_path": "tests/unit/weights/test_flags_of_bridges.py"

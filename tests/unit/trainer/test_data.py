@@ -286,6 +286,25 @@ def test_what_an_environment_supplies_must_fit_its_tokens(fields: dict[str, Any]
         prepare(group(**fields), settings=settings)
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_run_goes_on_without_groups_that_cannot_be_trained_if_it_is_asked_to(
+    others: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a resume would get the very batch again that has ended the run."""
+    bare, foreign, good = group(inference_logprobs=None), group(tokens=[[5, 6, 7, 8], [99, 6, 7, 9]]), group()
+    settings = replace(SETTINGS, vocabulary=40)
+    with pytest.raises(MissingLogprobs, match="or go on without such groups by --unusable-groups leave_out"):
+        prepare(bare, settings=settings)
+    batch = prepare(bare, *[good] * others, foreign, settings=replace(settings, leaves_out_unusable=True))
+    assert (batch.counts["unusable"], len(batch.rows)) == (4, 2 * others)
+    assert [row.group for row in batch.rows] == [1, 1][: 2 * others]
+    assert batch.rewards == [1.0, 0.0] * (2 + others), "their rewards are reported all the same"
+    assert batch.advantages == [[0.0, 0.0], *[[0.5, -0.5]] * others, [0.0, 0.0]]
+    assert "a group is left out: environment 3, sequence 1 of its group: tokens has the id 99" in caplog.text
+    if others:
+        assert torch.equal(batch.targets.advantages, prepare(good).targets.advantages)
+
+
 def test_a_teachers_tokens_lie_at_the_tokens_they_are_about() -> None:
     ids = [[[1, 2], [1, 2], [7, 3], [8]], [[], [], [7], [9]]]
     logprobs = [[[-1.0, -2.0], [-1.0, -2.0], [-0.1, -3.0], [-0.2]], [[], [], [-0.3], [-0.4]]]

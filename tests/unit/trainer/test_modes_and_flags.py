@@ -85,6 +85,7 @@ VALUES = {
     "sync_check": "--sync-check 3",
     "trainer_rank": "--trainer-rank 1",
     "trainer_tensor_parallel_size": "--trainer-tensor-parallel-size 2",
+    "unusable_groups": "--unusable-groups leave_out",
     "use_trackio": "--use-trackio",
     "vllm_config_path": "--vllm-config-path x.json",
     "vllm_gpu": "--vllm-gpu 3",
