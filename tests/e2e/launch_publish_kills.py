@@ -40,12 +40,6 @@ class PublishKill:
     """Number of steps after the kill before this one."""
 
 
-_AT_THE_PROOF = (
-    PublishKill("trainer", "before", "generate", steps=0),  # a trainer proves its first publish
-    PublishKill("trainer", "after", "generate", steps=0),
-    PublishKill("server", "before", "generate", steps=0),
-    PublishKill("server", "after", "generate", steps=0),
-)
 _JOINED = ("receive_broadcast", "begin_publish", "load_broadcast", "end_publish")
 KILLS: dict[str, tuple[PublishKill, ...]] = {
     "shared_vllm": (
@@ -55,14 +49,12 @@ KILLS: dict[str, tuple[PublishKill, ...]] = {
         PublishKill("trainer", "after", "join_broadcast", steps=0),
         *(PublishKill("trainer", "before", call) for call in _JOINED),
         *(PublishKill("trainer", "after", call) for call in _JOINED),
-        *_AT_THE_PROOF,
     ),
     "lora_only": (
         PublishKill("server", "before", "upload_adapter"),
         PublishKill("server", "after", "upload_adapter"),
         PublishKill("trainer", "before", "upload_adapter"),
         PublishKill("trainer", "after", "upload_adapter"),
-        *_AT_THE_PROOF,
     ),
 }
 """The kills of a run by its mode: none is waited for that depends on another one's moment."""
