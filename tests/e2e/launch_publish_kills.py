@@ -40,11 +40,19 @@ class PublishKill:
     """Number of steps after the kill before this one."""
 
 
+_AT_THE_PROOF = (
+    PublishKill("trainer", "before", "generate", steps=0),
+    PublishKill("trainer", "after", "generate", steps=0),
+    PublishKill("server", "before", "generate", steps=0),
+    PublishKill("server", "after", "generate", steps=0),
+)
+"""Kills at the proof of a server that has come back: it is asked for logprobs until it has passed."""
 _JOINED = ("receive_broadcast", "begin_publish", "load_broadcast", "end_publish")
 KILLS: dict[str, tuple[PublishKill, ...]] = {
     "shared_vllm": (
         *(PublishKill("server", "before", call) for call in _JOINED),
         PublishKill("server", "before", "join_broadcast", steps=0),  # of the server that has come back
+        *_AT_THE_PROOF,
         *(PublishKill("server", "after", call) for call in _JOINED),
         PublishKill("trainer", "after", "join_broadcast", steps=0),
         *(PublishKill("trainer", "before", call) for call in _JOINED),
@@ -52,6 +60,7 @@ KILLS: dict[str, tuple[PublishKill, ...]] = {
     ),
     "lora_only": (
         PublishKill("server", "before", "upload_adapter"),
+        *_AT_THE_PROOF,
         PublishKill("server", "after", "upload_adapter"),
         PublishKill("trainer", "before", "upload_adapter"),
         PublishKill("trainer", "after", "upload_adapter"),
@@ -76,7 +85,9 @@ class Killer:
                 return
             kill, since = self._kills[len(made)], int(made[-1].split()[0]) if made else 0
             step = self._metrics.read_text().count("\n") if self._metrics.exists() else 0
-            if (kill.call, kill.moment) != (call, moment) or step - since < kill.steps or not step:
+            # A resumed run trains its last step again, so that without steps to wait for there may be fewer than before.
+            too_early = not step or (kill.steps > 0 and step - since < kill.steps)
+            if (kill.call, kill.moment) != (call, moment) or too_early:
                 return
             victim = os.getpid() if kill.victim == "trainer" else server_at(client.url)
             with self._made.open("a") as file:
