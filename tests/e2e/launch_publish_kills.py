@@ -85,7 +85,7 @@ class Killer:
                 return
             kill, since = self._kills[len(made)], int(made[-1].split()[0]) if made else 0
             step = self._metrics.read_text().count("\n") if self._metrics.exists() else 0
-            # A resumed run trains its last step again, so that without steps to wait for there may be fewer than before.
+            # A resumed run trains its last step again, so that there may be fewer than before.
             too_early = not step or (kill.steps > 0 and step - since < kill.steps)
             if (kill.call, kill.moment) != (call, moment) or too_early:
                 return
