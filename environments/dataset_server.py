@@ -36,7 +36,7 @@ from environments.sdk import (
     SequenceNode,
     scored_group,
 )
-from environments.sdk.errors import GoldMissing
+from environments.sdk.errors import GoldMissing, TokenizerUnavailable
 from environments.tasks.chat_dataset import REFERENCES, PromptForm, Row, load_rows
 from environments.tasks.data import Question
 from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, answer_of, mean
@@ -126,6 +126,16 @@ class DatasetEnv(QuestionEnv):
         self.rewards = RewardManager(self.config.make_reward())
         self.system_prompt = read_system_prompt(self.config.system_prompt)
         await super().setup()
+        await self.rewards.reward.try_on(self._empty_sample())
+
+    def _empty_sample(self) -> dict[str, Any]:
+        """Return the sample of an empty completion for the first row; `validate` needs no tokenizer for it."""
+        row = _row(self.held_out[0] if self.evaluation_only else self.training[0])
+        try:
+            shown: Any = self.messages(row) or row.question
+        except TokenizerUnavailable:
+            shown = list(row.messages) or row.question
+        return {**_given(row), "prompt": shown, "completion": "", "completion_ids": [], "token_count": 0}
 
     async def collect(self, question: Question) -> ScoredDataGroup:
         async with self.server.managed_server() as session:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import time
 
 import anyio
@@ -353,7 +354,7 @@ async def test_groups_are_closed_without_a_late_rollout_and_batches_stay_exact(t
 @pytest.mark.parametrize(
     "raised", [FileNotFoundError("gold"), ExceptionGroup("several attempts", [FileNotFoundError("gold")])]
 )
-async def test_a_failed_evaluation_that_was_asked_for_ends_the_server_with_the_reason(tokenizer_folder, raised):
+async def test_a_failed_evaluation_that_was_asked_for_ends_the_server_with_the_reason(tokenizer_folder, caplog, raised):
     class NoEvaluation(ArithmeticEnv):
         async def evaluate(self):
             raise raised
@@ -363,6 +364,8 @@ async def test_a_failed_evaluation_that_was_asked_for_ends_the_server_with_the_r
     with pytest.raises(ExceptionGroup) as failure:
         await serve_and_train(env, fake, steps=1, batch_size=32)
     assert str(innermost(failure.value)) == "the evaluation at step 0 failed: FileNotFoundError('gold')"
+    (logged,) = [one for one in caplog.records if one.getMessage() == "the evaluation at step 0 failed"]
+    assert "raise raised" in logging.Formatter().format(logged), "the traceback is lost"
 
 
 async def test_a_failed_evaluation_in_between_costs_no_training(tokenizer_folder, caplog):

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from environments.dataset_server import DatasetEnv, DatasetEnvConfig, SystemPromptUnusable, read_system_prompt
 from environments.rewards import combine, make_reward
+from environments.rewards.failures import RewardFailed
 from environments.rewards.protocol import RewardUnknown, RewardUnusable, score_samples
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import GoldMissing
@@ -371,3 +372,28 @@ async def test_a_reward_that_compares_needs_references_and_leaves_rows_without_t
     config = DatasetEnvConfig(reward=["format", "gsm8k"])
     assert [row.question for row in config.load(path, "train")] == ["q"]
     assert "1 rows without a reference for gsm8k are left out" in caplog.text
+
+
+LABEL = """
+def right(samples):
+    return [float(s["label"] == s["completion"]) for s in samples]
+"""
+
+
+async def test_a_reward_that_reads_a_missing_column_ends_the_start_before_any_rollout(make, tmp_path):
+    (tmp_path / "bad.py").write_text(LABEL)
+    with pytest.raises(RewardFailed, match=r"bad\.py:3, in right: KeyError: 'label'; a sample has topic, prompt, "):
+        await make({"prompt": "p", "topic": "t"}, "--env.reward", f"{tmp_path / 'bad.py'}:right")
+
+
+@pytest.mark.parametrize("verb", ["validate", "evaluate"])
+async def test_other_verbs_call_each_reward_before_they_begin_without_a_tokenizer(tmp_path, verb):
+    (tmp_path / "bad.py").write_text(LABEL)
+    data = write(tmp_path / "data.jsonl", {"prompt": "p"}, {"prompt": "q"})
+    command = read_command(
+        DatasetEnv, verb, ["--env.data_path", str(data), "--env.reward", f"{tmp_path / 'bad.py'}:right"]
+    )
+    env = DatasetEnv(command.env, command.servers)
+    env.evaluation_only = verb == "evaluate"
+    with pytest.raises(RewardFailed, match=r"bad\.py:3, in right"):
+        await (validate(env) if verb == "validate" else env.setup())
