@@ -113,7 +113,6 @@ async def test_a_mistake_is_told_at_the_start_with_its_line_and_the_columns_that
     assert "a sample has prompt, completion, answer, topic. Correct the reward" in message
     (record,) = [one for one in caplog.records if one.levelno == logging.ERROR]
     assert "Traceback" in logging.Formatter().format(record)
-    assert "bad.py" in logging.Formatter().format(record)
 
 
 async def test_a_result_that_is_no_list_of_scores_ends_the_start(make):
