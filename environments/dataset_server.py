@@ -142,6 +142,13 @@ class DatasetEnv(QuestionEnv):
             samples = await self.sample(session, _row(question), count=self.config.group_size, temperature=1.0)
             return scored_group(session.nodes, await self.rewards.score(samples))
 
+    def given_columns(self, item: Question) -> Mapping[str, Any]:
+        return _given(_row(item))
+
+    @property
+    def longest_evaluated(self) -> int:
+        return min(self.config.max_token_length, self.config.max_new_tokens or self.config.max_token_length)
+
     async def sample(
         self, session: ManagedSession, row: Row, *, count: int, temperature: float
     ) -> list[Mapping[str, Any]]:

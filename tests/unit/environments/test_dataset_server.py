@@ -25,6 +25,7 @@ from environments.sdk.server_manager import ServerManager
 from environments.sdk.session.tokens_and_masks import record_samples
 from environments.sdk.testing import FakeInference, InProcess
 from environments.tasks.chat_dataset import load_rows, make_row
+from environments.tasks.data import shown_row
 from environments.tasks.records import DataUnusable
 
 pytestmark = pytest.mark.anyio
@@ -219,6 +220,32 @@ async def test_an_evaluation_has_the_mean_of_the_reward_and_of_its_parts(make, r
     assert metrics["eval/reward"] == 0.5
     parts = {name for name in metrics if name.startswith("eval/reward/")}
     assert parts == {"eval/reward/ends_properly", "eval/reward/format"}
+
+
+async def test_a_group_carries_the_reference_and_the_other_columns_of_its_row_for_the_page(make, rewards):
+    row = {"prompt": "p", "answer": "7", "level": 3, "temperature": 0.5, "long": "x" * 5000, "tags": ["a"], "no": None}
+    env, _ = await make(row, "--env.reward", f"{rewards}:ends_properly")
+    group, _ = await env.collect_trajectories(await env.get_next_item())
+    shown = group["group_overrides"]["row"]
+    assert shown == {"answer": "7", "level": 3, "temperature": 0.5, "long": "x" * 1000 + "…"}
+    assert {*group["group_overrides"]} == {"row"}, "a trainer would read a column as a setting"
+
+
+async def test_a_row_in_a_group_is_bounded_and_can_be_written_as_json():
+    cells = {f"column {number}": number for number in range(100)}
+    assert len(shown_row(cells)) == 20
+    odd = {"nan": math.nan, "large": 2**70, "yes": True, "empty": "", "bytes": b"x"}
+    assert shown_row(odd) == {"large": str(2**70), "yes": True}
+
+
+@pytest.mark.parametrize(("flags", "limit"), [(["--env.max_new_tokens", "34"], 34), ([], 64)])
+async def test_an_evaluation_records_the_longest_answer_that_it_allowed(make, rewards, tmp_path, flags, limit):
+    env, _ = await make(
+        {"prompt": "p"}, "--env.reward", f"{rewards}:ends_properly", "--env.max_token_length", "64", *flags
+    )
+    with record_samples("eval"):
+        await env.evaluate()
+    assert env.last_evaluation.generation_parameters["max_new_tokens"] == limit
 
 
 async def test_a_misspelt_reward_ends_the_start_with_those_that_there_are(make, rewards, tmp_path):

@@ -130,6 +130,7 @@ async def test_a_template_makes_it_an_r1_zero_environment(make, tmp_path):
     prompt = env.tokenizer.decode(fake.requests[0]["prompt"]["prompt_token_ids"])
     assert prompt in {f"Q {question['question']} A <think>" for question in QUESTIONS}
     assert fake.requests[0]["stop"] == ["</answer>"]
+    assert group["group_overrides"]["row"]["answer"] in {question["answer"] for question in QUESTIONS}
 
 
 async def test_a_stop_string_that_the_server_cut_off_is_put_back(make):
