@@ -223,7 +223,10 @@ class DatasetEnv(QuestionEnv):
         return answer
 
     def gold_items(self) -> Iterable[GoldItem]:
-        raise GoldMissing("the data says nothing about which answers its rewards have to find right or wrong")
+        raise GoldMissing(
+            "the data says nothing about which answers its rewards have to find right or wrong; each reward was called "
+            "once, with an empty completion, and no mistake was found"
+        )
 
 
 def _sample(row: Row, prompt: Any, text: str, node: SequenceNode) -> Mapping[str, Any]:
