@@ -31,7 +31,7 @@ from environments.tasks.arithmetic import (
     held_out_problems,
     problem_stream,
 )
-from environments.tasks.data import DataFields, Question, ShuffledEpochs
+from environments.tasks.data import ROW, DataFields, Question, ShuffledEpochs
 from environments.tasks.records import DataUnusable
 
 
@@ -102,7 +102,9 @@ class ArithmeticEnv(BaseEnv):
                 temperature=1.0,
             )
             scores = [await self.score_answer(item, choice.message.content or "") for choice in completion.choices]
-            return scored_group(session.nodes, scores), []
+            group = scored_group(session.nodes, scores)
+        group["group_overrides"] = {ROW: {"answer": item.answer}}
+        return group, []
 
     async def score_answer(self, item: Problem | WordProblem, text: str) -> float:
         return grade(text, item.answer)

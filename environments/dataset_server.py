@@ -36,7 +36,7 @@ from environments.sdk import (
     SequenceNode,
     scored_group,
 )
-from environments.sdk.errors import GoldMissing
+from environments.sdk.errors import GoldMissing, TokenizerUnavailable
 from environments.tasks.chat_dataset import REFERENCES, PromptForm, Row, load_rows
 from environments.tasks.data import Question
 from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, answer_of, mean
@@ -126,11 +126,28 @@ class DatasetEnv(QuestionEnv):
         self.rewards = RewardManager(self.config.make_reward())
         self.system_prompt = read_system_prompt(self.config.system_prompt)
         await super().setup()
+        await self.rewards.reward.try_on(self._empty_sample())
+
+    def _empty_sample(self) -> dict[str, Any]:
+        """Return the sample of an empty completion for the first row; `validate` needs no tokenizer for it."""
+        row = _row(self.held_out[0] if self.evaluation_only else self.training[0])
+        try:
+            shown: Any = self.messages(row) or row.question
+        except TokenizerUnavailable:
+            shown = list(row.messages) or row.question
+        return {**_given(row), "prompt": shown, "completion": "", "completion_ids": [], "token_count": 0}
 
     async def collect(self, question: Question) -> ScoredDataGroup:
         async with self.server.managed_server() as session:
             samples = await self.sample(session, _row(question), count=self.config.group_size, temperature=1.0)
             return scored_group(session.nodes, await self.rewards.score(samples))
+
+    def given_columns(self, item: Question) -> Mapping[str, Any]:
+        return _given(_row(item))
+
+    @property
+    def longest_evaluated(self) -> int:
+        return min(self.config.max_token_length, self.config.max_new_tokens or self.config.max_token_length)
 
     async def sample(
         self, session: ManagedSession, row: Row, *, count: int, temperature: float
@@ -206,7 +223,10 @@ class DatasetEnv(QuestionEnv):
         return answer
 
     def gold_items(self) -> Iterable[GoldItem]:
-        raise GoldMissing("the data says nothing about which answers its rewards have to find right or wrong")
+        raise GoldMissing(
+            "the data says nothing about which answers its rewards have to find right or wrong; each reward was called "
+            "once, with an empty completion, and no mistake was found"
+        )
 
 
 def _sample(row: Row, prompt: Any, text: str, node: SequenceNode) -> Mapping[str, Any]:

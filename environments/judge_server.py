@@ -142,6 +142,10 @@ class JudgeEnv(QuestionEnv):
     def gold_items(self) -> Iterable[GoldItem]:
         raise GoldMissing("its rewards are another model's opinion, so no gold answer can check them without a model")
 
+    @property
+    def longest_evaluated(self) -> int:
+        return self.config.max_new_tokens
+
     async def attempt(self, question: Question) -> dict[str, Any]:
         async with self.server.managed_server() as session:
             completion = await session.chat_completion(

@@ -151,12 +151,16 @@ class MathZeroEnv(QuestionEnv):
         """Return the token limit for an answer: the length curriculum, capped by the space that the sequence has
         left.
         """
+        room = min(self.longest_answer(prompt_tokens), self.config.max_token_length - prompt_tokens)
+        return min(require_room(room, prompt_tokens), self.longest_evaluated)
+
+    @property
+    def longest_evaluated(self) -> int:
+        """The length curriculum's limit at this step, which holds for rollouts too."""
         config = self.config
         progress = min(1.0, self.curr_step / config.total_steps) if config.total_steps > 0 else 1.0
         start = min(config.start_tok_length, config.max_token_length)
-        wanted = start + int((config.max_token_length - start) * progress)
-        room = min(self.longest_answer(prompt_tokens), config.max_token_length - prompt_tokens)
-        return min(require_room(room, prompt_tokens), wanted)
+        return start + int((config.max_token_length - start) * progress)
 
     async def are_right(self, nodes: Sequence[SequenceNode], prompt: str, gold: str) -> list[bool]:
         """Return for each answer True if it is right; an answer that was cut off never is."""

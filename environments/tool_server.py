@@ -174,6 +174,10 @@ class ToolEnv(QuestionEnv):
                 "tokens": session.nodes[-1].sampled_count,
             }
 
+    @property
+    def longest_evaluated(self) -> int:
+        return min(self.config.max_new_tokens, self.config.max_token_length)
+
     def room_after(self, used: int, *, first: bool) -> int:
         """Return how many tokens the next answer may have, below 1 where the chat is full.
 

@@ -3,7 +3,7 @@
 A reward is a callable from samples to scores (`protocol`). `registry` finds one by name and adapts functions with
 TRL's signature, `combine` weighs several. `text`, `math` (with `answers`) and `pairwise` are those of this package;
 `math_verifier` compares mathematics in child processes (`math_worker`); `gold_check` tries a reward on answers known
-to be right. They import the broker's `common` alone.
+to be right, `trial` on an empty one; `failures` describes a reward's errors. They import the broker's `common` alone.
 """
 
 from environments.rewards.combine import (
@@ -13,6 +13,7 @@ from environments.rewards.combine import (
     WeightedReward,
     combine,
 )
+from environments.rewards.failures import RewardFailed
 from environments.rewards.gold_check import (
     GoldItem,
     GoldResult,
@@ -64,6 +65,7 @@ __all__ = [
     "R1ZeroScore",
     "RepetitionPenalty",
     "Reward",
+    "RewardFailed",
     "RewardManager",
     "Sample",
     "SampleReward",

@@ -34,6 +34,7 @@ from environments.rewards.protocol import (
     score_samples,
 )
 from environments.rewards.registry import load_reward, make_reward
+from environments.rewards.trial import try_reward
 
 Normalization = Literal["none", "weights", "range"]
 
@@ -152,6 +153,11 @@ class CombinedReward:
             for index, score in enumerate(components[part.name]):
                 totals[index] += part.weight * _scaled(score, stated) / self._divisor
         return CombinedScores(totals, components)
+
+    async def try_on(self, sample: Mapping[str, Any]) -> None:
+        """Call each part once with a sample whose completion is empty; raise an error that proves a mistake."""
+        for part in self.parts:
+            await try_reward(part.reward, sample, worker=self._worker)
 
     @property
     def _divisor(self) -> float:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from atropos_api.common.concurrency import Worker
 from atropos_api.common.errors import AtroposError
+from environments.rewards.failures import reward_failed
 
 
 class RewardUnknown(AtroposError):
@@ -29,6 +30,10 @@ class RewardUnknown(AtroposError):
 
 class RewardUnusable(AtroposError):
     """A reward, its settings or what it returned cannot be used."""
+
+
+class ScoreNotFinite(RewardUnusable):
+    """A reward returned NaN or an infinite number."""
 
 
 class SampleIncomplete(AtroposError):
@@ -90,13 +95,17 @@ NO_SCORES = (Mapping, str, bytes, set, frozenset)
 async def score_samples(reward: Reward, samples: Sequence[Any], *, worker: Worker | None = None) -> list[float]:
     """Call a plain or async reward and check its result: one finite number for each sample.
 
-    A plain function that is not of this package may take long, so with a `worker` that thread runs it.
+    A plain function that is not of this package may take long, so with a `worker` that thread runs it. An error that is
+    none of this project's becomes `RewardFailed`, which names its line.
     """
-    if worker is None or is_async(reward) or _is_shipped(reward):
-        returned = reward(samples)
-    else:
-        returned = await worker.run(partial(reward, samples), about=f"the reward {reward_name(reward)}")
-    values = await returned if inspect.isawaitable(returned) else returned
+    try:
+        values = await _call(reward, samples, worker)
+    except AtroposError:
+        raise
+    except Exception as error:
+        if isinstance(error, ExceptionGroup) and error.subgroup(AtroposError) is not None:
+            raise
+        raise reward_failed(reward_name(reward), reward, samples, error) from error
     if isinstance(values, NO_SCORES):
         raise RewardUnusable(
             f"{reward_name(reward)} returned a {type(values).__name__}, {values!r:.120}; return a list with one number "
@@ -110,8 +119,16 @@ async def score_samples(reward: Reward, samples: Sequence[Any], *, worker: Worke
         raise RewardUnusable(f"{reward_name(reward)} returned {len(scores)} scores for {len(samples)} samples")
     bad = next((index for index, score in enumerate(scores) if not math.isfinite(score)), None)
     if bad is not None:
-        raise RewardUnusable(f"{reward_name(reward)} scored sample {bad} with {scores[bad]}; scores must be finite")
+        raise ScoreNotFinite(f"{reward_name(reward)} scored sample {bad} with {scores[bad]}; scores must be finite")
     return scores
+
+
+async def _call(reward: Reward, samples: Sequence[Any], worker: Worker | None) -> Any:
+    if worker is None or is_async(reward) or _is_shipped(reward):
+        returned = reward(samples)
+    else:
+        returned = await worker.run(partial(reward, samples), about=f"the reward {reward_name(reward)}")
+    return await returned if inspect.isawaitable(returned) else returned
 
 
 def is_async(reward: Any) -> bool:

@@ -118,6 +118,7 @@ class TrlReward:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.__name__ = getattr(function, "__name__", type(function).__name__)
         self._function = function
+        self.__wrapped__ = function  # by which `inspect.unwrap` finds the user's code
         parameters = inspect.signature(function).parameters.values()
         self._takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
         self._names = {one.name for one in parameters}

@@ -39,6 +39,10 @@ FORMS = (
     ("problem", "solution"),
 )
 MOST_HELD_OUT = 500
+ROW = "row"
+"""The key of a group's `group_overrides` under which the live page shows what the data says; no trainer reads it."""
+MOST_SHOWN_COLUMNS = 20
+LONGEST_SHOWN_TEXT = 1000
 T = TypeVar("T")
 
 
@@ -175,6 +179,26 @@ def _collect(records: Records, where: str) -> list[Question]:
     if not questions:
         raise DataUnusable(f"{where.rstrip(': ')}: it has no question; a record needs question and answer")
     return questions
+
+
+def shown_row(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns with a text, a number or a truth value, cut to a size that each group can carry."""
+    shown = {str(name): _shown_cell(value) for name, value in columns.items()}
+    return dict([(name, cell) for name, cell in shown.items() if cell is not None][:MOST_SHOWN_COLUMNS])
+
+
+def _shown_cell(value: Any) -> str | int | float | bool | None:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):  # JSON of other languages has no more than 64 bits
+        return value if abs(value) < 2**63 else _cut(str(value))
+    return _cut(value) if isinstance(value, str) and value else None
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_SHOWN_TEXT else f"{text[:LONGEST_SHOWN_TEXT]}…"
 
 
 def is_missing(value: Any) -> bool:

@@ -29,7 +29,7 @@ from environments.rewards.math import reference
 from environments.rewards.protocol import GoldUnparsable
 from environments.sdk import BaseEnv, BaseEnvConfig, ItemDropped, ScoredDataGroup, SequenceNode
 from environments.sdk.session.tokens_and_masks import current_split
-from environments.tasks.data import DataFields, Question, ShuffledEpochs
+from environments.tasks.data import ROW, DataFields, Question, ShuffledEpochs, shown_row
 
 SHIPPED = Path(__file__).resolve().parent.parent / "prompts"
 PLACE = "{question}"
@@ -114,9 +114,15 @@ class QuestionEnv(BaseEnv):
 
     async def collect_trajectories(self, item: Question) -> tuple[ScoredDataGroup | None, list[Any]]:
         try:
-            return await self.collect(item), []
+            group = await self.collect(item)
         except GoldUnparsable as error:
             raise ItemDropped(str(error)) from error
+        group["group_overrides"] = {**(group.get("group_overrides") or {}), ROW: shown_row(self.given_columns(item))}
+        return group, []
+
+    def given_columns(self, item: Question) -> Mapping[str, Any]:
+        """Return what the data says of an item besides its question, which the live page shows with its group."""
+        return {"answer": item.answer}
 
     @abstractmethod
     async def collect(self, question: Question) -> ScoredDataGroup:
@@ -155,7 +161,7 @@ class QuestionEnv(BaseEnv):
             start_time=started,
             generation_parameters={
                 "temperature": self.config.eval_temperature,
-                "max_new_tokens": self.config.max_token_length,
+                "max_new_tokens": self.longest_evaluated,
             },
             samples=samples,
         )
@@ -174,6 +180,11 @@ class QuestionEnv(BaseEnv):
         except GoldUnparsable as error:
             logger.warning("a question is left out of the evaluation: %s", error)
             return None
+
+    @property
+    def longest_evaluated(self) -> int:
+        """The most tokens that an answer of an evaluation may have, as its results record it."""
+        return self.config.max_token_length
 
     def longest_answer(self, prompt_tokens: int) -> int:
         """Return the token limit of an answer, so that the trainer accepts the whole sequence."""

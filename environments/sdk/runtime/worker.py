@@ -16,6 +16,7 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
+from atropos_api.common.errors import AtroposError
 from atropos_api.wire.groups import Group
 from atropos_api.wire.messages import EnvironmentInfo, EnvironmentRequest, Pacing
 from atropos_api.wire.reports import EnvironmentActivity
@@ -273,9 +274,10 @@ class EnvironmentWorker:
             reason = innermost(error)
             if isinstance(reason, EnvironmentsError) and reason.ends_server:
                 raise reason from error
-            if required:
-                raise EvaluationFailed(f"the evaluation at step {step} failed: {reason!r}") from error
             logger.exception("the evaluation at step %d failed", step)
+            if required:
+                told = str(reason) if isinstance(reason, AtroposError) else repr(reason)
+                raise EvaluationFailed(f"the evaluation at step {step} failed: {told}") from error
         finally:
             self._evaluation = None
             self._changed.notify()

@@ -350,33 +350,6 @@ async def test_groups_are_closed_without_a_late_rollout_and_batches_stay_exact(t
     assert env.metrics.totals.absent >= 12
 
 
-@pytest.mark.parametrize(
-    "raised", [FileNotFoundError("gold"), ExceptionGroup("several attempts", [FileNotFoundError("gold")])]
-)
-async def test_a_failed_evaluation_that_was_asked_for_ends_the_server_with_the_reason(tokenizer_folder, raised):
-    class NoEvaluation(ArithmeticEnv):
-        async def evaluate(self):
-            raise raised
-
-    fake = make_fake()
-    env = make_env(fake, tokenizer_folder, NoEvaluation, eval_at_start=True)
-    with pytest.raises(ExceptionGroup) as failure:
-        await serve_and_train(env, fake, steps=1, batch_size=32)
-    assert str(innermost(failure.value)) == "the evaluation at step 0 failed: FileNotFoundError('gold')"
-
-
-async def test_a_failed_evaluation_in_between_costs_no_training(tokenizer_folder, caplog):
-    class NoEvaluation(ArithmeticEnv):
-        async def evaluate(self):
-            raise FileNotFoundError("gold answers")
-
-    fake = make_fake()
-    env = make_env(fake, tokenizer_folder, NoEvaluation, steps_per_eval=1)
-    batches = await serve_and_train(env, fake, steps=3, batch_size=32, seconds_a_step=0.02)
-    assert len(batches) == 3
-    assert "gold answers" in caplog.text
-
-
 async def test_metrics_are_logged_with_the_trainers_steps(tokenizer_folder):
     class Logging(ArithmeticEnv):
         def log_metrics(self, metrics, step):

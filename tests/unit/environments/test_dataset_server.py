@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from environments.dataset_server import DatasetEnv, DatasetEnvConfig, SystemPromptUnusable, read_system_prompt
 from environments.rewards import combine, make_reward
+from environments.rewards.failures import RewardFailed
 from environments.rewards.protocol import RewardUnknown, RewardUnusable, score_samples
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import GoldMissing
@@ -24,6 +25,7 @@ from environments.sdk.server_manager import ServerManager
 from environments.sdk.session.tokens_and_masks import record_samples
 from environments.sdk.testing import FakeInference, InProcess
 from environments.tasks.chat_dataset import load_rows, make_row
+from environments.tasks.data import shown_row
 from environments.tasks.records import DataUnusable
 
 pytestmark = pytest.mark.anyio
@@ -220,6 +222,32 @@ async def test_an_evaluation_has_the_mean_of_the_reward_and_of_its_parts(make, r
     assert parts == {"eval/reward/ends_properly", "eval/reward/format"}
 
 
+async def test_a_group_carries_the_reference_and_the_other_columns_of_its_row_for_the_page(make, rewards):
+    row = {"prompt": "p", "answer": "7", "level": 3, "temperature": 0.5, "long": "x" * 5000, "tags": ["a"], "no": None}
+    env, _ = await make(row, "--env.reward", f"{rewards}:ends_properly")
+    group, _ = await env.collect_trajectories(await env.get_next_item())
+    shown = group["group_overrides"]["row"]
+    assert shown == {"answer": "7", "level": 3, "temperature": 0.5, "long": "x" * 1000 + "…"}
+    assert {*group["group_overrides"]} == {"row"}, "a trainer would read a column as a setting"
+
+
+async def test_a_row_in_a_group_is_bounded_and_can_be_written_as_json():
+    cells = {f"column {number}": number for number in range(100)}
+    assert len(shown_row(cells)) == 20
+    odd = {"nan": math.nan, "large": 2**70, "yes": True, "empty": "", "bytes": b"x"}
+    assert shown_row(odd) == {"large": str(2**70), "yes": True}
+
+
+@pytest.mark.parametrize(("flags", "limit"), [(["--env.max_new_tokens", "34"], 34), ([], 64)])
+async def test_an_evaluation_records_the_longest_answer_that_it_allowed(make, rewards, tmp_path, flags, limit):
+    env, _ = await make(
+        {"prompt": "p"}, "--env.reward", f"{rewards}:ends_properly", "--env.max_token_length", "64", *flags
+    )
+    with record_samples("eval"):
+        await env.evaluate()
+    assert env.last_evaluation.generation_parameters["max_new_tokens"] == limit
+
+
 async def test_a_misspelt_reward_ends_the_start_with_those_that_there_are(make, rewards, tmp_path):
     with pytest.raises(RewardUnknown, match="did you mean format"):
         await make({"no prompt": 1}, "--env.reward", "formt")
@@ -242,7 +270,7 @@ async def test_validate_is_told_by_the_environment_that_only_the_user_knows_righ
     env, _ = await make(
         {"prompt": "p", "topic": "word"}, "--env.reward", f"{rewards}:mentions_topic", "--env.prompt_form", "text"
     )
-    with pytest.raises(GoldMissing, match="the data says nothing about which answers"):
+    with pytest.raises(GoldMissing, match=r"the data says nothing about which answers .* no mistake was found"):
         await validate(env)
     item = await env.get_next_item()
     assert [await env.score_answer(item, text) for text in ("a word", "none")] == [1.0, 0.0]
@@ -371,3 +399,28 @@ async def test_a_reward_that_compares_needs_references_and_leaves_rows_without_t
     config = DatasetEnvConfig(reward=["format", "gsm8k"])
     assert [row.question for row in config.load(path, "train")] == ["q"]
     assert "1 rows without a reference for gsm8k are left out" in caplog.text
+
+
+LABEL = """
+def right(samples):
+    return [float(s["label"] == s["completion"]) for s in samples]
+"""
+
+
+async def test_a_reward_that_reads_a_missing_column_ends_the_start_before_any_rollout(make, tmp_path):
+    (tmp_path / "bad.py").write_text(LABEL)
+    with pytest.raises(RewardFailed, match=r"bad\.py:3, in right: KeyError: 'label'; a sample has topic, prompt, "):
+        await make({"prompt": "p", "topic": "t"}, "--env.reward", f"{tmp_path / 'bad.py'}:right")
+
+
+@pytest.mark.parametrize("verb", ["validate", "evaluate"])
+async def test_other_verbs_call_each_reward_before_they_begin_without_a_tokenizer(tmp_path, verb):
+    (tmp_path / "bad.py").write_text(LABEL)
+    data = write(tmp_path / "data.jsonl", {"prompt": "p"}, {"prompt": "q"})
+    command = read_command(
+        DatasetEnv, verb, ["--env.data_path", str(data), "--env.reward", f"{tmp_path / 'bad.py'}:right"]
+    )
+    env = DatasetEnv(command.env, command.servers)
+    env.evaluation_only = verb == "evaluate"
+    with pytest.raises(RewardFailed, match=r"bad\.py:3, in right"):
+        await (validate(env) if verb == "validate" else env.setup())

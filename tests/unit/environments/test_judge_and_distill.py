@@ -109,7 +109,9 @@ async def test_an_evaluation_compares_with_the_reference(make, tmp_path):
 
     env.setup = keep_judge
     await evaluate_alone(env)
-    assert json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"]["eval/judged"] == 0.0
+    document = json.loads((tmp_path / "evals/metrics.json").read_text())
+    assert document["results"]["all"]["eval/judged"] == 0.0
+    assert document["config_general"]["generation_parameters"]["max_new_tokens"] == env.config.max_new_tokens == 512
 
 
 async def test_without_a_server_of_its_own_the_model_judges_itself(tokenizer_folder, data):

@@ -130,6 +130,7 @@ async def test_a_template_makes_it_an_r1_zero_environment(make, tmp_path):
     prompt = env.tokenizer.decode(fake.requests[0]["prompt"]["prompt_token_ids"])
     assert prompt in {f"Q {question['question']} A <think>" for question in QUESTIONS}
     assert fake.requests[0]["stop"] == ["</answer>"]
+    assert group["group_overrides"]["row"]["answer"] in {question["answer"] for question in QUESTIONS}
 
 
 async def test_a_stop_string_that_the_server_cut_off_is_put_back(make):
@@ -236,10 +237,12 @@ async def test_a_right_answer_may_lose_by_its_length(make):
 
 async def test_answers_may_become_longer_over_the_run(make):
     env, _ = await make(MathZeroEnv, [ZERO_RIGHT], start_tok_length=100, max_token_length=500, total_steps=10)
-    limits = []
+    limits, recorded = [], []
     for env.curr_step in (0, 5, 10, 99):
         limits.append(env.answer_limit(60))
+        recorded.append(env.longest_evaluated)
     assert limits == [100, 300, 440, 440]
+    assert recorded == [100, 300, 500, 500], "an evaluation's results record another limit than the one used"
     env.max_token_len = 300
     assert env.answer_limit(60) == 239
     with record_samples("eval"):

@@ -111,5 +111,7 @@ async def test_a_chat_that_is_full_ends_and_no_sequence_is_longer_than_the_train
 async def test_an_evaluation_tells_how_often_the_tool_was_called(make, tmp_path):
     env, _ = await make([call("35 + 7"), "\\boxed{42}"], data_dir_to_save_evals=str(tmp_path / "evals"))
     await evaluate_alone(env)
-    assert json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"]["eval/accuracy"] == 1.0
+    document = json.loads((tmp_path / "evals/metrics.json").read_text())
+    assert document["results"]["all"]["eval/accuracy"] == 1.0
+    assert document["config_general"]["generation_parameters"]["max_new_tokens"] == env.config.max_new_tokens
     assert json.loads((tmp_path / "evals/samples.jsonl").read_text())["tool_calls"] == 1
