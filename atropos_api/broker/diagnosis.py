@@ -2,12 +2,12 @@
 
 The flow is environment -> inference -> broker -> trainer -> publish. `diagnose` is a pure function of `Facts`. The
 first rule that finds a stall gives the finding; the others that hold become notes. If nothing stalls, the finding
-names the slower side.
+names the slower side. A part that is not there yet in the first minutes of a run is no stall: the run is starting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, get_args
 
 import msgspec
@@ -32,6 +32,8 @@ LEAST_STRAGGLER_SECONDS: Final = 2.0
 LONG_STEP_TIMES: Final = 3.0
 LEAST_LONG_STEP_SECONDS: Final = 5.0
 SLOW_SHARE: Final = 0.25
+START_SECONDS: Final = 300.0
+"""Time after which a start that still waits for a part is a stall: loading a model takes minutes."""
 
 
 class Finding(msgspec.Struct, kw_only=True):
@@ -60,7 +62,7 @@ Rule = Callable[[Facts], Finding | None]
 
 def diagnose(facts: Facts) -> Diagnosis:
     """Return what the run waits for."""
-    found = [finding for rule in RULES if (finding := rule(facts)) is not None]
+    found = _calm_while_starting(facts, [finding for rule in RULES if (finding := rule(facts)) is not None])
     blocked = [finding for finding in found if finding.severity == "blocked"]
     slow = [finding for finding in found if finding.rule not in HARMLESS_UNLESS_WAITED_FOR]
     first = (blocked or slow or [_flowing(facts)])[0]
@@ -332,6 +334,43 @@ RULES: Final[Sequence[Rule]] = (
     _rollouts,
     _trainer,
 )
+
+
+NOT_THERE_YET: Final[Mapping[str, str]] = {
+    "no-run": "the trainer",
+    "trainer-silent": "the trainer",
+    "no-environment": "an environment",
+    "inference-down": "the inference server",
+}
+"""Rules that find a part missing, with the part: while a run starts, none of them is a stall."""
+
+AFTER_PUBLISH: Final = frozenset({"no-environment"})
+"""Those of them that are none after the first publish either: before it, a server had answered the trainer."""
+
+
+def _calm_while_starting(facts: Facts, found: list[Finding]) -> list[Finding]:
+    """Return the findings, with one that the run is starting in place of those that a start has by itself.
+
+    While a part is missing, idle inference and late groups are its consequences. With all parts there, only the wait
+    for the first rollouts is usual.
+    """
+    start = facts.start
+    if start is None or start.seconds >= START_SECONDS:
+        return found
+    missing = [one for one in found if one.rule in (AFTER_PUBLISH if start.published else NOT_THERE_YET)]
+    usual = {one.rule for one in missing} | {"rollouts"} | (HARMLESS_UNLESS_WAITED_FOR if missing else set())
+    others = [one for one in found if one.rule not in usual]
+    if len(others) == len(found):
+        return found
+    parts = list(dict.fromkeys(NOT_THERE_YET[one.rule] for one in missing)) or ["the first rollouts"]
+    starting = Finding(
+        rule="starting",
+        severity="ok",
+        headline=f"Starting: waiting for {' and '.join(parts)}",
+        detail=f"To load a model takes minutes. What is missing after {_span(START_SECONDS)} is told as a stall.",
+        seconds=start.seconds,
+    )
+    return [starting, *others]
 
 
 HARMLESS_UNLESS_WAITED_FOR: Final = frozenset({"tool", "straggler"})
