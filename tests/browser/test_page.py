@@ -254,6 +254,22 @@ def test_tokens_are_read_by_keyboard_and_each_has_a_link(page: Page, url: str, d
     assert page.run(f"document.getElementById('{active}').getAttribute('aria-selected')") == "true"
 
 
+@pytest.mark.parametrize("token", ["", "&token=30"])
+def test_a_link_to_a_sequence_scrolls_to_it_and_outlines_it(page: Page, url: str, demo: DemoRun, token: str) -> None:
+    page.size(900, 800)
+    show(page, url, "#batch=60&group=1")
+    page.wait("document.querySelectorAll('.sibling').length === 8")
+    last = page.run("[...document.querySelectorAll('.sibling h3')].at(-1).innerText").removeprefix("Sequence ")
+    page.open("about:blank")
+    show(page, url, f"#batch=60&group=1&sample={last}{token}")
+    place = "document.querySelector('.sibling[aria-current]').getBoundingClientRect()"
+    page.wait(f"document.querySelector('.sibling[aria-current] .token') && {place}.right <= innerWidth")
+    assert texts(page, ".sibling[aria-current] h3") == [f"Sequence {last}"]
+    assert page.run(f"{place}.left") >= 0
+    assert page.run(f"{place}.top") < 800
+    assert page.run("getComputedStyle(document.querySelector('.sibling[aria-current]')).boxShadow").endswith("2px")
+
+
 def test_colours_have_a_pattern_beside_them_and_masks_are_seen(page: Page, url: str, demo: DemoRun) -> None:
     show(page, url, address_of("group"))
     settle(page, "group")
@@ -295,7 +311,9 @@ def test_a_step_can_be_replayed_and_a_sequence_taken_as_a_test_case(page: Page, 
     case = json.loads(page.wait("document.querySelector('.test-case pre').textContent"))
     assert case["environment"] == "arithmetic"
     assert len(case["tokens"]) == len(case["masks"]) == len(case["inference_logprobs"])
-    assert "72" in case["answer"]
+    assert "72" in case["completion"]
+    assert "answer" not in case, "that is the reference's name in rewards"
+    assert "reference answer is not in it" in page.text()
     assert case["prompt"].startswith("Natalia sold clips")
 
 
