@@ -7,18 +7,13 @@ names the slower side. A part that is not there yet in the first minutes of a ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Literal, get_args
-
-import msgspec
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from atropos_api.broker.facts import SILENT_SECONDS, Facts, ServerFacts
+from atropos_api.broker.findings import HARMLESS_UNLESS_WAITED_FOR, Diagnosis, Finding
+from atropos_api.broker.starting import calm_while_starting
 from atropos_api.wire.reports import OpenRollout, WaitingMember
-
-EdgeName = Literal["environment-inference", "inference-broker", "broker-trainer", "trainer-publish"]
-Severity = Literal["blocked", "slow", "ok"]
-
-EDGES: Final[tuple[EdgeName, ...]] = get_args(EdgeName)
 
 REQUESTS: Final = "environment-inference"
 GROUPS: Final = "inference-broker"
@@ -32,29 +27,6 @@ LEAST_STRAGGLER_SECONDS: Final = 2.0
 LONG_STEP_TIMES: Final = 3.0
 LEAST_LONG_STEP_SECONDS: Final = 5.0
 SLOW_SHARE: Final = 0.25
-START_SECONDS: Final = 300.0
-"""Time after which a start that still waits for a part is a stall: loading a model takes minutes."""
-
-
-class Finding(msgspec.Struct, kw_only=True):
-    """A finding: it says what the run waits for, and what may help."""
-
-    rule: str
-    severity: Severity
-    headline: str
-    edge: EdgeName | None = None
-    """The edge of the flow on which nothing moves, or less than elsewhere; None: no edge is to blame."""
-    detail: str = ""
-    advice: str = ""
-    seconds: float | None = None
-    """Time for which it has lasted, if that is known."""
-
-
-class Diagnosis(msgspec.Struct, kw_only=True):
-    """The finding to read first, and the others that hold."""
-
-    finding: Finding
-    notes: list[Finding]
 
 
 Rule = Callable[[Facts], Finding | None]
@@ -62,7 +34,9 @@ Rule = Callable[[Facts], Finding | None]
 
 def diagnose(facts: Facts) -> Diagnosis:
     """Return what the run waits for."""
-    found = _calm_while_starting(facts, [finding for rule in RULES if (finding := rule(facts)) is not None])
+    if facts.ended and not facts.finished:
+        return Diagnosis(finding=_ended(), notes=[])
+    found = calm_while_starting(facts, [finding for rule in RULES if (finding := rule(facts)) is not None])
     blocked = [finding for finding in found if finding.severity == "blocked"]
     slow = [finding for finding in found if finding.rule not in HARMLESS_UNLESS_WAITED_FOR]
     first = (blocked or slow or [_flowing(facts)])[0]
@@ -336,45 +310,14 @@ RULES: Final[Sequence[Rule]] = (
 )
 
 
-NOT_THERE_YET: Final[Mapping[str, str]] = {
-    "no-run": "the trainer",
-    "trainer-silent": "the trainer",
-    "no-environment": "an environment",
-    "inference-down": "the inference server",
-}
-"""Rules that find a part missing, with the part: while a run starts, none of them is a stall."""
-
-AFTER_PUBLISH: Final = frozenset({"no-environment"})
-"""Those of them that are none after the first publish either: before it, a server had answered the trainer."""
-
-
-def _calm_while_starting(facts: Facts, found: list[Finding]) -> list[Finding]:
-    """Return the findings, with one that the run is starting in place of those that a start has by itself.
-
-    While a part is missing, idle inference and late groups are its consequences. With all parts there, only the wait
-    for the first rollouts is usual.
-    """
-    start = facts.start
-    if start is None or start.seconds >= START_SECONDS:
-        return found
-    missing = [one for one in found if one.rule in (AFTER_PUBLISH if start.published else NOT_THERE_YET)]
-    usual = {one.rule for one in missing} | {"rollouts"} | (HARMLESS_UNLESS_WAITED_FOR if missing else set())
-    others = [one for one in found if one.rule not in usual]
-    if len(others) == len(found):
-        return found
-    parts = list(dict.fromkeys(NOT_THERE_YET[one.rule] for one in missing)) or ["the first rollouts"]
-    starting = Finding(
-        rule="starting",
+def _ended() -> Finding:
+    return Finding(
+        rule="ended",
         severity="ok",
-        headline=f"Starting: waiting for {' and '.join(parts)}",
-        detail=f"To load a model takes minutes. What is missing after {_span(START_SECONDS)} is told as a stall.",
-        seconds=start.seconds,
+        headline="The run has ended before it was finished",
+        detail="This is what its directory holds.",
+        advice="start its trainer again with --resume auto to go on",
     )
-    return [starting, *others]
-
-
-HARMLESS_UNLESS_WAITED_FOR: Final = frozenset({"tool", "straggler"})
-"""Rules whose findings stay notes while the trainer has enough to train."""
 
 
 def _flowing(facts: Facts) -> Finding:

@@ -73,6 +73,8 @@ class Facts:
     """Name of the open run."""
     finished: bool = False
     """True if no run is open and the last one finished."""
+    ended: bool = False
+    """True if the broker has ended, and this is a copy of its store."""
     store_failure: str | None = None
     start: StartFacts | None = None
     """None once a group of the run has come."""

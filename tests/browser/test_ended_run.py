@@ -40,6 +40,8 @@ def test_the_page_of_an_ended_run_shows_its_curves_and_a_group_by_its_tokens(
         page.wait(READY)
         page.wait("document.body.innerText.includes('The run is finished')")
         page.wait("document.querySelectorAll('.uplot').length > 3")
+        page.wait("document.getElementById('connection').dataset.state === 'ended'")
+        assert page.run("document.getElementById('connection').innerText").endswith("ended")
         page.open(f"{url}/#batch=4&group=2")
         page.wait("document.querySelectorAll('.sibling .token').length > 3")
         page.wait("document.body.textContent.includes('What was said.')")

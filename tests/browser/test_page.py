@@ -12,9 +12,17 @@ import pytest
 
 from atropos_api.client import BrokerClient
 from atropos_api.testing import served_broker
-from atropos_api.wire import EnvironmentRequest, FleetReport, PolicyUpdate, ServerReport
-from atropos_api.wire.reports import OpenRollout, RunReport, StepMetrics, TokenReport, WaitingMember
-from tests.stalls import STALLS, stalled_run
+from atropos_api.wire import EnvironmentRequest, FleetReport, PolicyUpdate, RunRequest, ServerReport
+from atropos_api.wire.reports import (
+    EnvironmentActivity,
+    OpenRollout,
+    RunReport,
+    ServerUse,
+    StepMetrics,
+    TokenReport,
+    WaitingMember,
+)
+from tests.stalls import STALLS, put, stalled_run
 
 from .chromium import Browser, Page
 from .demo_run import SIGN_STEP, TEXTS, DemoRun, begin_demo, make_group, values_of
@@ -70,6 +78,38 @@ def test_steps_policies_and_groups_appear_without_a_reload(page: Page, url: str)
         before = texts(page, ".chart:first-child .keys")
         run.step(5)
         page.wait(f"document.querySelector('.chart .keys').innerText !== {json.dumps(before[0])}", seconds=8)
+        page.open("about:blank")
+
+
+def test_a_run_that_finishes_while_its_page_is_open_is_told_as_ended_until_another_begins(page: Page) -> None:
+    with served_broker() as own, BrokerClient(own) as client:
+        demo = begin_demo(client, 1)
+        show(page, own)
+        state = "document.getElementById('connection').dataset.state"
+        page.wait(f"{state} === 'live'")
+        client.finish_run(demo.run.run_id, epoch=demo.run.epoch)
+        page.wait(f"{state} === 'ended'", seconds=20)
+        begin_demo(client, 1, name="second")
+        page.wait(f"{state} === 'live'", seconds=20)
+        page.open("about:blank")
+
+
+def test_a_run_that_starts_is_told_calmly_with_the_part_that_is_awaited(page: Page) -> None:
+    with served_broker() as own, BrokerClient(own) as client:
+        request = EnvironmentRequest(name="dataset", group_size=8, max_token_length=512)
+        environment = client.register_environment(request).environment_id
+        client.begin_run(RunRequest(name="new", batch_size=32, max_token_length=512, num_steps=9))
+        loading = ServerUse(url="http://vllm:9001", open_requests=0, requests=0, available=False)
+        put(
+            own,
+            f"/v1/environments/{environment}/activity",
+            EnvironmentActivity(open_rollouts=0, open_requests=0, servers=[loading]),
+        )
+        show(page, own)
+        page.wait("document.querySelector('.verdict').dataset.rule === 'starting'", seconds=10)
+        assert texts(page, ".verdict h2") == ["Starting: waiting for the inference server"]
+        assert texts(page, ".verdict .badge") == ["starting"]
+        assert page.run("document.querySelectorAll('.edge:not(.ok)').length") == 0
         page.open("about:blank")
 
 

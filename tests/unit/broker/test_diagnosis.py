@@ -2,9 +2,10 @@
 
 import pytest
 
-from atropos_api.broker.diagnosis import START_SECONDS, diagnose
+from atropos_api.broker.diagnosis import diagnose
 from atropos_api.broker.facts import EnvironmentFacts, Facts, HoldFacts, ServerFacts, StartFacts
 from atropos_api.broker.flow import gather
+from atropos_api.broker.starting import START_SECONDS
 from atropos_api.wire.reports import EnvironmentActivity, OpenRollout, ServerUse, WaitingMember
 
 HEALTHY = {
