@@ -1,4 +1,7 @@
-"""The findings of a diagnosis: each says what a run waits for, how bad that is, and on which edge of the flow."""
+"""The findings of a diagnosis: each says what a run waits for, how bad that is, and on which edge of the flow.
+
+They stand apart from the rules because `diagnosis` and `starting` both make some.
+"""
 
 from __future__ import annotations
 
