@@ -9,7 +9,8 @@ compaction), `batch_traces` (spans of batches), `v0` (the Atropos contract on to
 
 For those who watch: `activity` and `reports` (what the parts say of themselves, metrics of steps included),
 `recent_batches` and `rollouts` (groups to look at), `facts`, `findings`, `starting`, `diagnosis` and `flow` (what a run
-waits for), `counters` and `status` (all of it as one answer). It may import `page`, `store`, `wire`, `errors` and `common`.
+waits for), `counters` and `status` (all of it as one answer). It may import `page`, `store`, `wire`, `errors` and
+`common`.
 """
 
 from atropos_api.broker.broker import Broker

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 
 import msgspec
@@ -12,17 +11,15 @@ import pytest
 
 from atropos_api.client import BrokerClient
 from atropos_api.testing import served_broker
-from atropos_api.wire import EnvironmentRequest, FleetReport, PolicyUpdate, RunRequest, ServerReport
+from atropos_api.wire import EnvironmentRequest, FleetReport, PolicyUpdate, ServerReport
 from atropos_api.wire.reports import (
-    EnvironmentActivity,
     OpenRollout,
     RunReport,
-    ServerUse,
     StepMetrics,
     TokenReport,
     WaitingMember,
 )
-from tests.stalls import STALLS, put, stalled_run
+from tests.stalls import stalled_run
 
 from .chromium import Browser, Page
 from .demo_run import SIGN_STEP, TEXTS, DemoRun, begin_demo, make_group, values_of
@@ -81,38 +78,6 @@ def test_steps_policies_and_groups_appear_without_a_reload(page: Page, url: str)
         page.open("about:blank")
 
 
-def test_a_run_that_finishes_while_its_page_is_open_is_told_as_ended_until_another_begins(page: Page) -> None:
-    with served_broker() as own, BrokerClient(own) as client:
-        demo = begin_demo(client, 1)
-        show(page, own)
-        state = "document.getElementById('connection').dataset.state"
-        page.wait(f"{state} === 'live'")
-        client.finish_run(demo.run.run_id, epoch=demo.run.epoch)
-        page.wait(f"{state} === 'ended'", seconds=20)
-        begin_demo(client, 1, name="second")
-        page.wait(f"{state} === 'live'", seconds=20)
-        page.open("about:blank")
-
-
-def test_a_run_that_starts_is_told_calmly_with_the_part_that_is_awaited(page: Page) -> None:
-    with served_broker() as own, BrokerClient(own) as client:
-        request = EnvironmentRequest(name="dataset", group_size=8, max_token_length=512)
-        environment = client.register_environment(request).environment_id
-        client.begin_run(RunRequest(name="new", batch_size=32, max_token_length=512, num_steps=9))
-        loading = ServerUse(url="http://vllm:9001", open_requests=0, requests=0, available=False)
-        put(
-            own,
-            f"/v1/environments/{environment}/activity",
-            EnvironmentActivity(open_rollouts=0, open_requests=0, servers=[loading]),
-        )
-        show(page, own)
-        page.wait("document.querySelector('.verdict').dataset.rule === 'starting'", seconds=10)
-        assert texts(page, ".verdict h2") == ["Starting: waiting for the inference server"]
-        assert texts(page, ".verdict .badge") == ["starting"]
-        assert page.run("document.querySelectorAll('.edge:not(.ok)').length") == 0
-        page.open("about:blank")
-
-
 def test_a_reload_shows_the_same_rollout_and_token(page: Page, url: str, demo: DemoRun) -> None:
     show(page, url, "#batch=60&group=1&sample=2&token=30")
     chosen = page.wait("document.querySelector('.token[aria-selected=true]').innerText")
@@ -121,24 +86,6 @@ def test_a_reload_shows_the_same_rollout_and_token(page: Page, url: str, demo: D
     page.wait(READY)
     assert page.wait("document.querySelector('.token[aria-selected=true]').innerText") == chosen
     assert "Token 30" in texts(page, ".facts")[[*texts(page, ".sibling h3")].index("Sequence 2")]
-
-
-@pytest.mark.parametrize("rule", STALLS)
-def test_a_planted_stall_is_shown_in_words_on_its_edge_within_ten_seconds(page: Page, rule: str) -> None:
-    plant, edge = STALLS[rule]
-    with served_broker() as own, BrokerClient(own) as client, stalled_run(client) as stalled:
-        show(page, own)
-        with plant(stalled):
-            began = time.monotonic()
-            page.wait(f"document.querySelector('.verdict').dataset.rule === '{rule}'", seconds=10)
-            page.wait(f"!document.querySelector('.edge.ok[data-edge={edge}]')", seconds=2)
-            assert time.monotonic() - began < 12
-            (headline,) = texts(page, ".verdict h2")
-            assert len(headline.split()) > 4
-            marked = page.run("[...document.querySelectorAll('.edge:not(.ok)')].map((one) => one.dataset.edge)")
-            assert marked == [edge]
-            page.wait("document.title.startsWith('blocked: ')", seconds=30)
-        page.open("about:blank")
 
 
 def test_the_slowest_open_groups_are_shown_with_what_each_unfinished_rollout_waits_for(page: Page) -> None:
