@@ -78,6 +78,7 @@ def opened_view(store: Path | None, recorded: RecordedRun, scratch: Path) -> Ite
     broker = Broker(ledger, bodies, settings=config)
     try:
         add_recorded(broker, recorded)
+        broker.state.ended = True
         yield create_app(config, broker, AcceptedToken(), only=PAGE_CALLS)
     finally:
         broker.close()

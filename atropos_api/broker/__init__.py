@@ -8,8 +8,9 @@ In reading order: `broker` (the calls), `state` (what the parts share), `submiss
 compaction), `batch_traces` (spans of batches), `v0` (the Atropos contract on top).
 
 For those who watch: `activity` and `reports` (what the parts say of themselves, metrics of steps included),
-`recent_batches` and `rollouts` (groups to look at), `facts`, `diagnosis` and `flow` (what a run waits for), `counters`
-and `status` (all of it as one answer). It may import `page`, `store`, `wire`, `errors` and `common`.
+`recent_batches` and `rollouts` (groups to look at), `facts`, `findings`, `starting`, `diagnosis` and `flow` (what a run
+waits for), `counters` and `status` (all of it as one answer). It may import `page`, `store`, `wire`, `errors` and
+`common`.
 """
 
 from atropos_api.broker.broker import Broker

@@ -102,6 +102,11 @@ class Activity:
     batch_wait: Wait = field(default_factory=Wait)
     publish_wait: Wait = field(default_factory=Wait)
     """The trainer's wait for evaluations to release the policy."""
+    process_began_at: float = 0.0
+    published_run: str | None = None
+    """The run whose trainer published last in this process."""
+    collected_run: str | None = None
+    """The run that was open when the newest group came to this process."""
     _samples: deque[Totals] = field(default_factory=deque)
 
     def note_environment(self, environment_id: int, report: EnvironmentActivity, now: float) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from atropos_api.broker.activity import Activity
 from atropos_api.broker.batches import Batches, slice_for_rank
 from atropos_api.broker.counters import Drops
 from atropos_api.broker.environments import Environments
@@ -100,6 +101,7 @@ class Broker:
                 revision=int(clock() * 1000),
                 next_seq=snapshot.next_seq,
                 reach=reach,
+                activity=Activity(process_began_at=clock()),
             ),
             snapshot,
         )
@@ -191,6 +193,7 @@ class Broker:
         with self.state.change():
             changed = self.state.runs.record_policy(run, update)
             self.state.record_servers(update)
+        self.state.activity.published_run = run.run_id
         if changed:
             if self.holds.seconds(run) and update.version != run.policy_version:
                 self.state.counters.publishes_while_held_total += 1

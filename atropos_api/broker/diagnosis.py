@@ -2,23 +2,18 @@
 
 The flow is environment -> inference -> broker -> trainer -> publish. `diagnose` is a pure function of `Facts`. The
 first rule that finds a stall gives the finding; the others that hold become notes. If nothing stalls, the finding
-names the slower side.
+names the slower side. A part that is not there yet in the first minutes of a run is no stall: the run is starting.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, Literal, get_args
-
-import msgspec
+from typing import Final
 
 from atropos_api.broker.facts import SILENT_SECONDS, Facts, ServerFacts
+from atropos_api.broker.findings import HARMLESS_UNLESS_WAITED_FOR, Diagnosis, Finding
+from atropos_api.broker.starting import calm_while_starting
 from atropos_api.wire.reports import OpenRollout, WaitingMember
-
-EdgeName = Literal["environment-inference", "inference-broker", "broker-trainer", "trainer-publish"]
-Severity = Literal["blocked", "slow", "ok"]
-
-EDGES: Final[tuple[EdgeName, ...]] = get_args(EdgeName)
 
 REQUESTS: Final = "environment-inference"
 GROUPS: Final = "inference-broker"
@@ -34,33 +29,14 @@ LEAST_LONG_STEP_SECONDS: Final = 5.0
 SLOW_SHARE: Final = 0.25
 
 
-class Finding(msgspec.Struct, kw_only=True):
-    """A finding: it says what the run waits for, and what may help."""
-
-    rule: str
-    severity: Severity
-    headline: str
-    edge: EdgeName | None = None
-    """The edge of the flow on which nothing moves, or less than elsewhere; None: no edge is to blame."""
-    detail: str = ""
-    advice: str = ""
-    seconds: float | None = None
-    """Time for which it has lasted, if that is known."""
-
-
-class Diagnosis(msgspec.Struct, kw_only=True):
-    """The finding to read first, and the others that hold."""
-
-    finding: Finding
-    notes: list[Finding]
-
-
 Rule = Callable[[Facts], Finding | None]
 
 
 def diagnose(facts: Facts) -> Diagnosis:
     """Return what the run waits for."""
-    found = [finding for rule in RULES if (finding := rule(facts)) is not None]
+    if facts.ended and not facts.finished:
+        return Diagnosis(finding=_ended(), notes=[])
+    found = calm_while_starting(facts, [finding for rule in RULES if (finding := rule(facts)) is not None])
     blocked = [finding for finding in found if finding.severity == "blocked"]
     slow = [finding for finding in found if finding.rule not in HARMLESS_UNLESS_WAITED_FOR]
     first = (blocked or slow or [_flowing(facts)])[0]
@@ -334,8 +310,14 @@ RULES: Final[Sequence[Rule]] = (
 )
 
 
-HARMLESS_UNLESS_WAITED_FOR: Final = frozenset({"tool", "straggler"})
-"""Rules whose findings stay notes while the trainer has enough to train."""
+def _ended() -> Finding:
+    return Finding(
+        rule="ended",
+        severity="ok",
+        headline="The run has ended before it was finished",
+        detail="This is what its directory holds.",
+        advice="start its trainer again with --resume auto to go on",
+    )
 
 
 def _flowing(facts: Facts) -> Finding:

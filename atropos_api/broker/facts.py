@@ -57,6 +57,15 @@ class HoldFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StartFacts:
+    """The start of a run: no group of it has come yet since the broker's process began."""
+
+    seconds: float
+    """Time since the run began or, if later, the broker's process."""
+    published: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """All that the rules look at; durations are as of now."""
 
@@ -64,7 +73,11 @@ class Facts:
     """Name of the open run."""
     finished: bool = False
     """True if no run is open and the last one finished."""
+    ended: bool = False
+    """True if the broker has ended, and this is a copy of its store."""
     store_failure: str | None = None
+    start: StartFacts | None = None
+    """None once a group of the run has come."""
     queued_sequences: int = 0
     outstanding: int = 0
     limit: int = 0

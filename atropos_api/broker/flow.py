@@ -12,8 +12,9 @@ import msgspec
 
 from atropos_api.broker.activity import Totals
 from atropos_api.broker.broker import Broker
-from atropos_api.broker.diagnosis import Diagnosis, diagnose
-from atropos_api.broker.facts import SILENT_SECONDS, EnvironmentFacts, Facts, HoldFacts, ServerFacts
+from atropos_api.broker.diagnosis import diagnose
+from atropos_api.broker.facts import SILENT_SECONDS, EnvironmentFacts, Facts, HoldFacts, ServerFacts, StartFacts
+from atropos_api.broker.findings import Diagnosis
 from atropos_api.broker.runs import is_over, quiet_seconds, silence_limit
 from atropos_api.common import metric_names as names
 from atropos_api.store.base import EnvironmentRow, RunRow
@@ -146,7 +147,10 @@ def gather(broker: Broker, *, store_failure: str | None = None) -> Facts:
     environments = [_environment(broker, row) for row in state.environments]
     if run is None or is_over(run):
         finished = run is not None or state.runs.last_finished is not None
-        return Facts(store_failure=store_failure, finished=finished, environments=environments)
+        start = StartFacts(seconds=state.clock() - state.activity.process_began_at)
+        return Facts(
+            store_failure=store_failure, finished=finished, ended=state.ended, environments=environments, start=start
+        )
     now, activity = state.clock(), state.activity
     outstanding, limit = broker.pacer.budget(run)
     wait = activity.batch_wait
@@ -158,6 +162,8 @@ def gather(broker: Broker, *, store_failure: str | None = None) -> Facts:
     return Facts(
         run=run.name,
         store_failure=store_failure,
+        ended=state.ended,
+        start=_start(broker, run, now),
         queued_sequences=state.queue.sequences,
         outstanding=outstanding,
         limit=limit,
@@ -259,6 +265,14 @@ def _without_time(rates: Totals) -> dict[str, float]:
     values = rates._asdict()
     del values["time"]
     return values
+
+
+def _start(broker: Broker, run: RunRow, now: float) -> StartFacts | None:
+    activity = broker.state.activity
+    if activity.collected_run == run.run_id:
+        return None
+    began_at = max(run.began_at, activity.process_began_at)
+    return StartFacts(seconds=now - began_at, published=activity.published_run == run.run_id)
 
 
 def _hold(broker: Broker, run: RunRow, now: float) -> HoldFacts | None:

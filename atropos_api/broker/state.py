@@ -136,6 +136,8 @@ class State:
     on_pacing: list[Listener] = field(default_factory=list)
     on_queued: list[Callable[[Sequence[CheckedGroup], Sequence[GroupRow]], None]] = field(default_factory=list)
     on_formed: list[Callable[[str, int, Sequence[GroupRow]], None]] = field(default_factory=list)
+    ended: bool = False
+    """True for a copy of the store of a broker that has ended, as `atropos view` shows it: nothing is waited for."""
     store_inconsistent: bool = False
     """True if the store refused a change that memory had already made in part, until memory is read from it again."""
 

@@ -354,7 +354,8 @@ class Submissions:
             raise InvalidGroup(f"{where}policy_versions", None, reason)
 
     def _count(self, groups: Sequence[CheckedGroup]) -> None:
-        counters = self._state.counters
+        counters, run = self._state.counters, self._state.runs.open
+        self._state.activity.collected_run = None if run is None else run.run_id
         for group in groups:
             counters.groups_received_total += 1
             counters.sequences_received_total += group.size

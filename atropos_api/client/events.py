@@ -96,10 +96,11 @@ def explain_drops(status: Mapping[str, Any]) -> Iterator[str]:
 
 
 def explain_wait(status: Mapping[str, Any]) -> str:
-    """Return the diagnosis of the run in one line; "" if nothing is wrong, or the broker is too old to say."""
+    """Return the diagnosis of the run in one line; "" if nothing is waited for, or the broker is too old to say."""
     finding = ((status.get("flow") or {}).get("diagnosis") or {}).get("finding") or {}
     headline = finding.get("headline")
-    return headline if isinstance(headline, str) and finding.get("severity") != "ok" else ""
+    told = finding.get("severity") != "ok" or finding.get("rule") == "starting"
+    return headline if isinstance(headline, str) and told else ""
 
 
 def count_drops(status: Mapping[str, Any]) -> int:

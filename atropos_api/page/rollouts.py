@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from statistics import fmean
 from typing import Any, Final, Literal
 
 import msgspec
@@ -93,14 +94,21 @@ def read_fields(body: bytes, form: Form) -> Fields:
 
 
 def in_order(groups: Sequence[GroupSummary], order: Order) -> list[GroupSummary]:
-    """Return groups, which come newest first, in this order."""
+    """Return groups, which come newest first, in this order; equal ones by mean reward, then the newest first.
+
+    With rewards of 0 and 1 nearly all groups have the same lowest and highest reward.
+    """
     if order == "lowest-reward":
-        return sorted(groups, key=lambda one: min(one.rewards, default=0.0))
+        return sorted(groups, key=lambda one: (min(one.rewards, default=0.0), _mean(one.rewards)))
     if order == "highest-reward":
-        return sorted(groups, key=lambda one: -max(one.rewards, default=0.0))
+        return sorted(groups, key=lambda one: (-max(one.rewards, default=0.0), -_mean(one.rewards)))
     if order == "widest-reward":
         return sorted(groups, key=lambda one: min(one.rewards, default=0.0) - max(one.rewards, default=0.0))
     return list(groups)
+
+
+def _mean(rewards: Sequence[float]) -> float:
+    return fmean(rewards) if rewards else 0.0
 
 
 def describe_group(run_id: str, summary: GroupSummary, fields: Fields, *, replay: str | None = None) -> GroupDocument:

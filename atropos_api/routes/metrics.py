@@ -15,7 +15,8 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client.metrics_core import Metric as Family
 
 from atropos_api.broker import Broker
-from atropos_api.broker.diagnosis import EDGES, diagnose
+from atropos_api.broker.diagnosis import diagnose
+from atropos_api.broker.findings import EDGES
 from atropos_api.broker.flow import gather
 from atropos_api.broker.queue import version_of
 from atropos_api.broker.runs import quiet_seconds

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atropos_api.client import BrokerClient
-from atropos_api.testing import serve_in_thread
+from atropos_api.testing import serve_in_thread, served_broker
 from atropos_api.view import opened_view
 from example_trainer.commands.view import read_recorded
 from example_trainer.launcher.run_report import read_run, write_report
@@ -40,9 +40,25 @@ def test_the_page_of_an_ended_run_shows_its_curves_and_a_group_by_its_tokens(
         page.wait(READY)
         page.wait("document.body.innerText.includes('The run is finished')")
         page.wait("document.querySelectorAll('.uplot').length > 3")
+        page.wait("document.getElementById('connection').dataset.state === 'ended'")
+        assert page.run("document.getElementById('connection').innerText").endswith("ended")
         page.open(f"{url}/#batch=4&group=2")
         page.wait("document.querySelectorAll('.sibling .token').length > 3")
         page.wait("document.body.textContent.includes('What was said.')")
+        page.open("about:blank")
+
+
+def test_a_run_that_finishes_while_its_page_is_open_is_told_as_ended_until_another_begins(page: Page) -> None:
+    with served_broker() as own, BrokerClient(own) as client:
+        demo = begin_demo(client, 1)
+        page.open(f"{own}/")
+        page.wait(READY)
+        state = "document.getElementById('connection').dataset.state"
+        page.wait(f"{state} === 'live'")
+        client.finish_run(demo.run.run_id, epoch=demo.run.epoch)
+        page.wait(f"{state} === 'ended'", seconds=20)
+        begin_demo(client, 1, name="second")
+        page.wait(f"{state} === 'live'", seconds=20)
         page.open("about:blank")
 
 

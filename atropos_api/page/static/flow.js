@@ -18,7 +18,7 @@ export function makeFlow(container) {
   return (status) => {
     showVerdict(verdict, status.flow.diagnosis.finding);
     showChain(chain, status);
-    fill(notes, status.flow.diagnosis.notes.map((note) => h("li", {}, badge(note.severity), visible(note.headline), note.advice ? h("span", { class: "note" }, ` ${visible(note.advice)}`) : null)));
+    fill(notes, status.flow.diagnosis.notes.map((note) => h("li", {}, badge(note), visible(note.headline), note.advice ? h("span", { class: "note" }, ` ${visible(note.advice)}`) : null)));
     notes.hidden = status.flow.diagnosis.notes.length === 0;
     showSlowest(slowest, status);
   };
@@ -46,7 +46,8 @@ export function waitingFor(group) {
   return group.last_event ? ago(group.last_event, group.last_event_seconds) : "–";
 }
 
-function badge(severity) {
+function badge({ rule, severity }) {
+  if (rule === "starting") return h("span", { class: "badge" }, "starting");
   return h("span", { class: `badge ${severity}` }, severity === "ok" ? "well" : STATES[severity]);
 }
 
@@ -55,7 +56,7 @@ function showVerdict(section, finding) {
   section.dataset.severity = finding.severity;
   section.dataset.rule = finding.rule;
   section.dataset.edge = finding.edge || "";
-  fill(kicker, badge(finding.severity), finding.edge ? ` on ${finding.edge.replace("-", " → ")}` : "", finding.seconds ? ` for ${span(finding.seconds)}` : "");
+  fill(kicker, badge(finding), finding.edge ? ` on ${finding.edge.replace("-", " → ")}` : "", finding.seconds ? ` for ${span(finding.seconds)}` : "");
   setText(headline, visible(finding.headline));
   setText(detail, visible(finding.detail));
   setText(advice, finding.advice ? `What may help: ${visible(finding.advice)}` : "");

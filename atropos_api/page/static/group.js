@@ -36,7 +36,11 @@ export async function showGroup({ container, source, run, route }) {
     watcher.observe(column.element);
   }
   const chosen = columns.find((column) => column.index === wanted);
-  if (chosen) await chosen.open(route.token === undefined ? null : Number(route.token));
+  if (chosen) {
+    chosen.mark();
+    await chosen.open(route.token === undefined ? null : Number(route.token));
+    chosen.show();
+  }
   return { close: () => watcher.disconnect() };
 }
 
@@ -79,6 +83,17 @@ class Column {
       chat ? h("details", { class: "more", open: false }, h("summary", {}, "Chat"), chat.map(message)) : null);
   }
 
+  /** Mark the sequence as the one that the address names. */
+  mark() {
+    for (const one of this.element.parentElement.children) one.removeAttribute("aria-current");
+    this.element.setAttribute("aria-current", "true");
+  }
+
+  /** Scroll the row of sequences to this one, and the page as little as that needs. */
+  show() {
+    this.element.scrollIntoView({ block: "nearest", inline: "center" });
+  }
+
   /** Load the tokens; with a position, choose that token. */
   async open(position = null) {
     if (!this.strip) {
@@ -87,11 +102,13 @@ class Column {
         total: this.group.samples[this.index].tokens,
         label: `Tokens of sequence ${this.index}`,
         scale: this.scale,
-        onChoose: (token) => history.replaceState(null, "", hashOf({ ...this.place, sample: this.index, token })),
+        onChoose: (token) => {
+          this.mark();
+          history.replaceState(null, "", hashOf({ ...this.place, sample: this.index, token }));
+        },
       });
       fill(this.body, this.strip.element);
       await this.strip.show(position ?? 0, position !== null);
-      if (position !== null) this.element.scrollIntoView({ block: "nearest", inline: "center" });
     } else if (position !== null) await this.strip.show(position, true);
   }
 
@@ -101,7 +118,7 @@ class Column {
 
   async testCase() {
     const text = JSON.stringify(await this.asTestCase(), null, 1);
-    const box = h("div", { class: "test-case" }, h("p", { class: "note" }, "Everything that a test of the environment's reward or of a loss needs."), copyable(text, "Test case as JSON"));
+    const box = h("div", { class: "test-case" }, h("p", { class: "note" }, "The sequence as it was trained: prompt, completion, messages, tokens, masks, logprobs and score. The reference answer is not in it, but in the environment's data."), copyable(text, "Test case as JSON"));
     const old = this.element.querySelector(".test-case");
     if (old) old.remove();
     else this.element.querySelector(".actions").after(box);
@@ -124,7 +141,7 @@ class Column {
       sample: this.index,
       score: sample.reward,
       prompt: textOf(false) || null,
-      answer: textOf(true) || null,
+      completion: textOf(true) || null,
       messages: this.group.messages ? this.group.messages[this.index] : null,
       tokens: all.tokens,
       masks: all.tokens.map((token, at) => (all.sampled[at] ? token : -100)),

@@ -13,7 +13,8 @@ import { NotAvailable, Source } from "./source.js";
 import { hashOf, parseHash, runOf, Store } from "./store.js";
 
 const VIEWS = { overview: "Overview", curves: "Curves", rollouts: "Rollouts", parts: "Parts", events: "Events" };
-const CONNECTIONS = { live: "live", polling: "asking every 2 s", lost: "connection lost" };
+const CONNECTIONS = { live: "live", polling: "asking every 2 s", lost: "connection lost", ended: "ended" };
+const ENDED = ["finished", "ended"];
 const REFRESH_MS = 2000;
 
 const source = new Source();
@@ -99,7 +100,11 @@ function titleOf({ run, flow }) {
   return visible(severity === "blocked" ? `blocked: ${headline} · ${run.name}` : `${run.current_step} · ${run.name}`);
 }
 
-function showConnection(state) {
+/** Show the state of the connection, unless the run has ended: then nothing more comes over it. */
+function showConnection() {
+  const [status, connection] = [store.get("status"), store.get("connection")];
+  const state = status && ENDED.includes(status.flow.diagnosis.finding.rule) ? "ended" : connection;
+  if (!state) return;
   const chip = document.getElementById("connection");
   chip.dataset.state = state;
   setText(chip, CONNECTIONS[state]);
@@ -110,7 +115,7 @@ async function take(message) {
   if (message.kind === "connection") {
     const back = store.get("connection") === "lost" && message.state !== "lost";
     store.set("connection", message.state);
-    showConnection(message.state);
+    showConnection();
     if (back) await readRuns();
   } else if (message.kind === "event") {
     store.set("events", merged(store.get("events") || [], [message.event]));
@@ -123,6 +128,7 @@ function takeStatus(status) {
   const before = store.get("status");
   store.set("status", status);
   showHead(status);
+  showConnection();
   if (shown.onStatus) shown.onStatus(status);
   const rule = status.flow.diagnosis.finding.rule;
   if (!before || before.flow.diagnosis.finding.rule !== rule) announce(status.flow.diagnosis.finding.headline);

@@ -218,6 +218,24 @@ def test_groups_are_found_by_reward_and_environment(client, url, order, expected
     assert get(url, f"/v1/runs/{run.run_id}/groups", batch=2)["total"] == 0
 
 
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [("lowest-reward", ["wrong", "mixed", "new", "old"]), ("highest-reward", ["new", "old", "mixed", "wrong"])],
+)
+def test_groups_with_the_same_lowest_and_highest_reward_are_ordered_by_mean_then_the_newest_first(
+    client, url, order, expected
+):
+    rewards = {"old": [1, 1, 1, 0], "wrong": [0, 0, 0, 0.5], "mixed": [1, 0, 0, 0], "new": [0, 1, 1, 1]}
+    run = client.begin_run(RUN)
+    request = EnvironmentRequest(name="e", group_size=4, max_token_length=999)
+    environment = client.register_environment(request).environment_id
+    for number, (name, scores) in enumerate(rewards.items()):
+        group = make_group(4, 6, first_token=number, scores=[float(one) for one in scores])
+        client.submit(environment, [group], idempotency_key=name)
+    listed = get(url, f"/v1/runs/{run.run_id}/groups", order=order, batch=0)["groups"]
+    assert [next(name for name, scores in rewards.items() if scores == one["rewards"]) for one in listed] == expected
+
+
 @pytest.mark.parametrize("form", ["columns", "json"])
 def test_groups_are_found_by_what_is_remarked_about_their_sequences(url, form):
     failed = {"finish_reason": "length", "error": "the tool timed out"}

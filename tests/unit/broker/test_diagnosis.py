@@ -3,8 +3,10 @@
 import pytest
 
 from atropos_api.broker.diagnosis import diagnose
-from atropos_api.broker.facts import EnvironmentFacts, Facts, HoldFacts, ServerFacts
-from atropos_api.wire.reports import OpenRollout, WaitingMember
+from atropos_api.broker.facts import EnvironmentFacts, Facts, HoldFacts, ServerFacts, StartFacts
+from atropos_api.broker.flow import gather
+from atropos_api.broker.starting import START_SECONDS
+from atropos_api.wire.reports import EnvironmentActivity, OpenRollout, ServerUse, WaitingMember
 
 HEALTHY = {
     "run": "r", "limit": 24, "outstanding": 8, "batch_size": 8, "trainer_quiet_seconds": 1.0, "step_seconds": 2.0,
@@ -141,3 +143,70 @@ def test_the_first_stall_is_the_finding_and_the_others_are_notes():
     found = diagnose(Facts(**HEALTHY | WAITING | {"environments": late, "hold": hold}))
     assert found.finding.rule == "straggler"
     assert {note.rule for note in found.notes} == {"hold", "rollouts"}
+
+
+DOWN = {"environments": environment(unavailable=["http://a:1"], open_requests=0, idle_seconds=14.0)}
+
+
+@pytest.mark.parametrize(
+    ("facts", "awaited"),
+    [
+        (DOWN, "the inference server"),
+        (DOWN | WAITING, "the inference server"),
+        ({"run": None}, "the trainer"),
+        ({"run": None, **DOWN}, "the trainer and the inference server"),
+        ({"trainer_quiet_seconds": 99.0}, "the trainer"),
+        ({**WAITING, "environments": []}, "an environment"),
+        (WAITING, "the first rollouts"),
+    ],
+)
+def test_a_part_that_is_not_there_yet_is_a_start_and_after_minutes_a_stall(facts, awaited):
+    found = diagnose(Facts(**HEALTHY | facts | {"start": StartFacts(seconds=26.0)}))
+    assert (found.finding.rule, found.finding.severity, found.finding.edge) == ("starting", "ok", None)
+    assert found.finding.headline == f"Starting: waiting for {awaited}"
+    assert found.notes == [], "what follows from the missing part is not told besides"
+    assert finding(**facts, start=StartFacts(seconds=START_SECONDS)).severity != "ok"
+
+
+@pytest.mark.parametrize(
+    ("facts", "rule"),
+    [
+        ({"store_failure": "disk full"}, "store"),
+        ({**WAITING, "environments": environment(drops="all scores are 0")}, "dropped"),
+        ({**WAITING, "environments": environment(paused_because="3s fill no 8")}, "group-size"),
+        ({**WAITING, "environments": environment(open_requests=0, idle_seconds=14.0)}, "tool"),
+    ],
+)
+def test_what_no_start_has_by_itself_is_a_stall_at_once(facts, rule):
+    found = finding(**facts, start=StartFacts(seconds=26.0))
+    assert (found.rule, found.severity) == (rule, "blocked")
+
+
+def test_after_the_first_publish_a_server_that_is_gone_is_a_stall_and_a_missing_environment_is_none_yet():
+    start = StartFacts(seconds=26.0, published=True)
+    assert finding(**WAITING | DOWN, start=start).rule == "inference-down"
+    assert finding(**WAITING, environments=[], start=start).rule == "starting"
+
+
+def test_a_broker_tells_a_start_until_the_first_group_of_the_run_and_again_after_it_was_started_again(broker):
+    def rule():
+        return diagnose(gather(broker.inner)).finding.rule
+
+    assert rule() == "starting", "no trainer has begun a run yet"
+    broker.begin()
+    env = broker.register()
+    loading = ServerUse(url="http://a:1", available=False, open_requests=0, requests=0)
+    activity = EnvironmentActivity(open_rollouts=0, open_requests=0, servers=[loading])
+    broker.inner.reports.take_environment(env, activity)
+    assert rule() == "starting"
+    broker.send(env, 1)
+    assert rule() == "inference-down", "it has worked before"
+    assert broker.batch(1) is None
+    broker.send(env, 2)
+    assert broker.batch(1) is not None
+    broker.restart()
+    broker.inner.reports.take_environment(env, activity)
+    assert rule() == "starting", "its servers start again as well"
+    broker.now += START_SECONDS
+    broker.inner.reports.take_environment(env, activity)
+    assert rule() != "starting"

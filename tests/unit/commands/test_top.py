@@ -255,6 +255,8 @@ def test_each_form_tells_what_the_run_waits_for(url):
     assert capture.get().count("The trainer waits") == 1
     assert "\x1b[31m" not in capture.get()
     assert "The trainer waits" in dict(top.describe(status))["diagnosis"]
+    start = {"rule": "starting", "severity": "ok", "headline": "Starting: waiting for the trainer"}
+    assert "the trainer" in dict(top.describe({"flow": {"diagnosis": {"finding": start}}}))["diagnosis"]
     well = {"flow": {"diagnosis": {"finding": {"severity": "ok", "headline": "Running; nothing waits"}}}}
     for other in (well, {}, {"flow": None}):
         assert "diagnosis" not in dict(top.describe(other))

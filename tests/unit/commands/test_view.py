@@ -179,6 +179,8 @@ def test_a_run_that_was_killed_shows_the_batches_that_its_store_still_has(tmp_pa
     with viewed(tmp_path, tmp_path / "scratch") as client:
         found = read(client, f"/v1/runs/{demo.run.run_id}/groups")["groups"]
         assert {group["batch"] for group in found} >= {0, 4}
+        told = read(client, "/v1/status")["flow"]["diagnosis"]
+        assert (told["finding"]["rule"], told["finding"]["severity"], told["notes"]) == ("ended", "ok", [])
 
 
 def test_a_run_whose_broker_still_works_is_refused_with_the_broker_named(tmp_path: Path) -> None:

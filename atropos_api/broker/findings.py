@@ -1,0 +1,39 @@
+"""The findings of a diagnosis: each says what a run waits for, how bad that is, and on which edge of the flow.
+
+They stand apart from the rules because `diagnosis` and `starting` both make some.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, get_args
+
+import msgspec
+
+EdgeName = Literal["environment-inference", "inference-broker", "broker-trainer", "trainer-publish"]
+Severity = Literal["blocked", "slow", "ok"]
+
+EDGES: Final[tuple[EdgeName, ...]] = get_args(EdgeName)
+
+HARMLESS_UNLESS_WAITED_FOR: Final = frozenset({"tool", "straggler"})
+"""Rules whose findings stay notes while the trainer has enough to train."""
+
+
+class Finding(msgspec.Struct, kw_only=True):
+    """A finding: it says what the run waits for, and what may help."""
+
+    rule: str
+    severity: Severity
+    headline: str
+    edge: EdgeName | None = None
+    """The edge of the flow on which nothing moves, or less than elsewhere; None: no edge is to blame."""
+    detail: str = ""
+    advice: str = ""
+    seconds: float | None = None
+    """Time for which it has lasted, if that is known."""
+
+
+class Diagnosis(msgspec.Struct, kw_only=True):
+    """The finding to read first, and the others that hold."""
+
+    finding: Finding
+    notes: list[Finding]
