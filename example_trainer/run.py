@@ -81,7 +81,7 @@ def carry_out(launch: Launch, argv: Sequence[str]) -> int:
         place = f"; the run directory is {launch.run.root}" if isinstance(error, OSError) else ""
         sys.stderr.write(f"atropos-grpo-run: error: {error}{place}\n")
         if launch.run.metrics.exists():
-            sys.stderr.write(f"atropos-grpo-run: to go on from its last checkpoint: {resume_command(argv, launch)}\n")
+            sys.stderr.write(f"atropos-grpo-run: {way_on(argv, launch, failed=not isinstance(error, Interrupted))}\n")
         return 1 if isinstance(error, OSError) else error.exit_code
     if view == "json":
         ended = {"event": "summary", **asdict(summary), "run_dir": str(launch.run.root), "notes": launch.notes}
@@ -90,6 +90,19 @@ def carry_out(launch: Launch, argv: Sequence[str]) -> int:
     Console(width=SUMMARY_WIDTH).print(as_table(summary))
     sys.stdout.write("\n".join([*launch.notes, *places_of(launch)]) + "\n")
     return 0
+
+
+def way_on(argv: Sequence[str], launch: Launch, *, failed: bool) -> str:
+    """Return how to go on after a launch that did not reach its end; `failed` is False if it was stopped."""
+    from example_trainer.launcher.run_dir import find_checkpoint
+
+    config = launch.settings.trainer
+    if find_checkpoint(config.save_path or launch.run.root) is not None:
+        return f"to go on from its last checkpoint: {resume_command(argv, launch)}"
+    # A new run is refused in a directory that holds metrics.
+    place = " and another --run-dir" if config.run_dir is not None and config.resume is None else ""
+    cause = "correct the cause, then " if failed else ""
+    return f"there is no checkpoint yet to go on from; {cause}start again with the same command{place}"
 
 
 def resume_command(argv: Sequence[str], launch: Launch) -> str:

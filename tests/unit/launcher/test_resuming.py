@@ -11,7 +11,8 @@ import pytest
 from example_trainer.launcher.launch import Launch, plan_launch
 from example_trainer.launcher.restarts import resuming
 from example_trainer.launcher.run_file import read_settings
-from example_trainer.processes.child import ChildSpec
+from example_trainer.launcher.stop_request import Interrupted
+from example_trainer.processes.child import ChildFailed, ChildSpec
 from example_trainer.run import carry_out, resume_command
 
 TRAINER = ChildSpec(name="trainer", command=("python", "-m", "example_trainer.grpo", "--config", "trainer.yaml"))
@@ -77,6 +78,7 @@ def test_a_full_disk_ends_the_launch_with_one_line_and_the_command_that_goes_on(
 ) -> None:
     def full(_: Launch) -> None:
         (tmp_path / "metrics.jsonl").touch()
+        write_checkpoint(tmp_path, 1, at=LAUNCHED_AT)
         raise OSError(28, "No space left on device", "timeline.json")
 
     monkeypatch.setattr(Launch, "go", full)
@@ -85,3 +87,41 @@ def test_a_full_disk_ends_the_launch_with_one_line_and_the_command_that_goes_on(
     told, way = capsys.readouterr().err.splitlines()
     assert told.endswith(f"No space left on device: 'timeline.json'; the run directory is {tmp_path}")
     assert way.endswith(f"atropos-grpo-run --run-dir {tmp_path} --resume auto")
+
+
+@pytest.mark.parametrize(
+    ("error", "flags", "told"),
+    [
+        (ChildFailed("it raised", exit_code=1), (), "correct the cause, then start again with the same command"),
+        (
+            ChildFailed("it raised", exit_code=1),
+            ("--run-dir", "RUN"),
+            "correct the cause, then start again with the same command and another --run-dir",
+        ),
+        (
+            ChildFailed("it raised", exit_code=1),
+            ("--run-dir", "RUN", "--resume", "auto"),
+            "correct the cause, then start again with the same command",
+        ),
+        (Interrupted(2), (), "start again with the same command"),
+    ],
+    ids=["failed", "in a named directory", "resumed", "stopped"],
+)
+def test_a_run_that_ends_before_its_first_checkpoint_is_started_again_and_never_resumed(
+    error: Exception,
+    flags: tuple[str, ...],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(launch: Launch) -> None:
+        launch.run.root.mkdir(parents=True, exist_ok=True)
+        launch.run.metrics.touch()
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Launch, "go", fail)
+    carry_out(plan_launch(settings_of(*flags)), [])
+    *_, way = capsys.readouterr().err.splitlines()
+    assert way == f"atropos-grpo-run: there is no checkpoint yet to go on from; {told}"
