@@ -31,6 +31,8 @@ from example_trainer.monitoring.trackers import EVENTS_FILE, ROLLOUTS, MetricsTa
 WINDOW_STEPS = 5
 GOOD_REWARD = 0.9
 GOOD_REWARD_WINDOW_STEPS = 3
+SHOWN_WITHOUT_SIGNAL = 0.5
+"""Share of sequences without a learning signal above which the table tells it."""
 SUMMARY_NAME = "summary.json"
 
 
@@ -69,6 +71,8 @@ class Summary:
     """The broker's counts of items and groups, by environment."""
     trained_length: float | None = None
     """Mean length of all trained answers, in tokens."""
+    no_signal_fraction: float | None = None
+    """Mean over the steps of the share of sequences without a learning signal: their group has equal rewards."""
 
     def write(self, run_dir: Path) -> None:
         write_whole(run_dir / SUMMARY_NAME, json.dumps(asdict(self), indent=2) + "\n")
@@ -110,6 +114,7 @@ def summarise(
         totals=count_totals(rows, timeline, cost_per_hour),
         data=read_data_use(run_dir),
         trained_length=trained_length(rows),
+        no_signal_fraction=_mean(_series(rows, names.NO_SIGNAL_FRACTION)),
     )
 
 
@@ -192,6 +197,8 @@ def as_table(summary: Summary) -> Table:
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     """Return label and text of each figure; the text of one that is not known is empty."""
     split = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.split_seconds.items())
+    without_signal = summary.no_signal_fraction
+    much_without_signal = without_signal if (without_signal or 0.0) > SHOWN_WITHOUT_SIGNAL else None
     return [
         ("greedy accuracy, held-out problems", _change(summary.accuracy_base, summary.accuracy_trained, "{:.3f}")),
         (f"reward, first and last {WINDOW_STEPS} steps", _change(summary.reward_first, summary.reward_last, "{:.3f}")),
@@ -209,6 +216,7 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         ),
         *total_lines(summary.totals),
         *data_lines(summary.data, summary.trained_length),
+        ("sequences without a learning signal", _text(much_without_signal, "{:.0%}")),
         ("signs of trouble", ", ".join(summary.signs)),
         ("time of the last launch", f"{sum(summary.split_seconds.values()):.1f} s: {split}" if split else ""),
     ]

@@ -175,6 +175,17 @@ def test_the_table_names_the_signs_of_trouble_with_their_steps(tmp_path: Path) -
     assert "kl (step 7)" in shown(summarise(tmp_path))
 
 
+@pytest.mark.parametrize(("share", "told"), [(0.94, True), (0.5, False)])
+def test_the_table_tells_the_share_without_a_learning_signal_where_it_is_most(
+    share: float, told: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "data/no_signal_fraction": share}) + "\n")
+    summary = summarise(tmp_path)
+    assert summary.no_signal_fraction == share
+    lines = [line for line in shown(summary).splitlines() if "without a learning signal" in line]
+    assert [f"{share:.0%}" in line for line in lines] == [True] * told
+
+
 def write_token_rows(root: Path) -> None:
     rows = [
         {
