@@ -158,6 +158,7 @@ class Launch:
                 model = make(model, "base model")
                 teacher = None if teacher is None else make(teacher, "teacher's model")
                 check.refuse_unusable(limit_seconds=LAUNCH_SECONDS)
+                self.notes += check.remarks(self.run.logs)
                 plan = planned(model=model, teacher_model=teacher)
                 self._record(plan, supervisor)
                 if self.settings.trainer.load_in_4bit:
@@ -221,12 +222,6 @@ class Launch:
         return report["path"]
 
     def _train(self, plan: Plan, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest) -> Summary:
-        for entry in self.settings.environments:
-            if entry.written_for is not None:
-                log = self.run.logs / f"{entry.name}.log"
-                self.notes.append(
-                    f"{entry.server} used settings written for {entry.written_for}; {log} names those that it ignored"
-                )
         snapshot.milestones |= dict.fromkeys(milestones_of(plan))
         snapshot.page_url = f"{plan.endpoints.broker_url}/"
         snapshot.phase = "starting"
