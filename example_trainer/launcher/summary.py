@@ -25,7 +25,7 @@ from environments.sdk.group_files import write_page
 from example_trainer.errors import TrainerError
 from example_trainer.launcher.data_use import data_lines, read_data_use, trained_length
 from example_trainer.launcher.run_dir import TIMELINE_NAME, read_record
-from example_trainer.launcher.totals import Totals, count_totals, total_lines
+from example_trainer.launcher.totals import Totals, count_totals, read_launches, total_lines
 from example_trainer.monitoring.trackers import EVENTS_FILE, ROLLOUTS, MetricsTail
 
 WINDOW_STEPS = 5
@@ -111,7 +111,7 @@ def summarise(
         good_reward_after_seconds=_since(started_at, good if timeline and good in launched else None),
         signs=read_signs(run_dir),
         split_seconds=split_times(timeline, launched) if timeline and launched else {},
-        totals=count_totals(rows, timeline, cost_per_hour),
+        totals=count_totals(rows, read_launches(run_dir, timeline), cost_per_hour),
         data=read_data_use(run_dir),
         trained_length=trained_length(rows),
         no_signal_fraction=_mean(_series(rows, names.NO_SIGNAL_FRACTION)),

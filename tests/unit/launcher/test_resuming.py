@@ -12,6 +12,7 @@ from example_trainer.launcher.launch import Launch, plan_launch
 from example_trainer.launcher.restarts import resuming
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.launcher.stop_request import Interrupted
+from example_trainer.launcher.totals import read_launches
 from example_trainer.processes.child import ChildFailed, ChildSpec
 from example_trainer.run import carry_out, resume_command
 
@@ -125,3 +126,23 @@ def test_a_run_that_ends_before_its_first_checkpoint_is_started_again_and_never_
     carry_out(plan_launch(settings_of(*flags)), [])
     *_, way = capsys.readouterr().err.splitlines()
     assert way == f"atropos-grpo-run: there is no checkpoint yet to go on from; {told}"
+
+
+def test_a_launch_that_was_stopped_leaves_its_hours_in_the_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise Interrupted(2)
+
+    monkeypatch.setattr(Launch, "_run", stop)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    root = tmp_path / "run"
+    flags = ["--model-name", str(tmp_path / "model"), "--atropos-url", "http://broker:8000", "--run-dir", str(root)]
+    launch = plan_launch(read_settings(flags))
+    with pytest.raises(Interrupted):
+        launch.go()
+    (recorded,) = read_launches(root)
+    assert recorded["start"] == launch.started_at
+    assert recorded["end"] > launch.started_at
+    assert recorded["cpu_seconds"] > 0

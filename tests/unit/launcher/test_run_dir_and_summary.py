@@ -12,7 +12,7 @@ from rich.console import Console
 
 from example_trainer.launcher.run_dir import RunDirectoryInUse, plan_run_dir
 from example_trainer.launcher.summary import NoRun, Summary, as_table, draw, rolling_mean, summarise
-from example_trainer.launcher.totals import processor_use
+from example_trainer.launcher.totals import processor_use, record_launch
 
 
 def write_run(root: Path, rewards: list[float]) -> None:
@@ -220,6 +220,25 @@ def test_a_launch_costs_from_its_command_to_its_end_and_the_steps_of_launches_be
     assert totals.seconds == 50.0 + 130.0
     assert totals.cost == pytest.approx(20.0 * 180 / 3600)
     assert (totals.cpu_seconds, totals.gpu_seconds) == (90.0, 260.0)
+
+
+def test_hours_and_cost_are_those_of_all_launches_also_of_one_that_was_stopped(tmp_path: Path) -> None:
+    write_token_rows(tmp_path)
+    record_launch(tmp_path, {"start": 70.0, "end": 120.0, "cpu_seconds": 40.0, "gpus": 1.0})
+    timeline = {"start": 150.0, "vllm": 160.0, "end": 280.0, "cpu_seconds": 90.0, "gpus": 2.0}
+    totals = summarise(tmp_path, timeline=timeline, cost_per_hour=20.0).totals
+    assert totals.seconds == 50.0 + 130.0
+    assert totals.cost == pytest.approx(20.0 * 180 / 3600)
+    assert (totals.cpu_seconds, totals.gpu_seconds) == (130.0, 50.0 + 260.0)
+    record_launch(tmp_path, timeline)
+    assert summarise(tmp_path, timeline=timeline, cost_per_hour=20.0).totals == totals, "a launch counts once"
+    assert summarise(tmp_path, cost_per_hour=20.0).totals == totals
+
+
+def test_the_steps_of_a_launch_that_was_killed_without_a_record_are_added(tmp_path: Path) -> None:
+    write_token_rows(tmp_path)
+    record_launch(tmp_path, {"start": 150.0, "end": 280.0})
+    assert summarise(tmp_path).totals.seconds == 50.0 + 130.0
 
 
 def test_the_totals_and_the_cost_are_in_the_table_and_in_the_file(tmp_path: Path) -> None:
