@@ -163,6 +163,28 @@ def test_each_environment_has_its_own_evaluations_in_the_summary_and_the_picture
     assert {"greedy accuracy, environment-1", "greedy accuracy, environment-2"} <= set(labels)
 
 
+@pytest.mark.parametrize(
+    ("metrics", "told"),
+    [
+        ({"eval/length_mean": 9.0, "eval/reward": 0.25}, "eval/reward, held-out data"),
+        ({"eval/judged": 0.25, "eval/length_mean": 9.0}, "eval/judged, held-out data"),
+        ({"eval/reward": 9.0, "eval/accuracy": 0.25}, "greedy accuracy, held-out problems"),
+    ],
+)
+def test_evaluations_without_an_accuracy_are_told_by_their_reward_or_their_first_metric(
+    metrics: dict[str, float], told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    for step, better in ((0, 0.0), (9, 0.5), (10, 0.25)):
+        folder = tmp_path / f"evals/step-{step}"
+        folder.mkdir(parents=True)
+        content = {"results": {"all": {name: value + better for name, value in metrics.items()}}}
+        (folder / "metrics.json").write_text(json.dumps(content))
+    (line,) = [line for line in shown(summarise(tmp_path)).splitlines() if "held-out" in line]
+    assert told in line
+    assert "0.250 -> 0.500" in line
+
+
 def test_the_rolling_mean_starts_with_what_there_is() -> None:
     assert rolling_mean([1.0, 2.0, 3.0], window=2) == [1.0, 1.5, 2.5]
 
