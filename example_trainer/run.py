@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -113,19 +114,25 @@ def resume_command(argv: Sequence[str], launch: Launch) -> str:
         if not replaced and not skipped:
             words.append(word)
         skipped = replaced and "=" not in word
-    return shlex.join(["atropos-grpo-run", *words, "--run-dir", str(launch.run.root), "--resume", "auto"])
+    return shlex.join([program("atropos-grpo-run"), *words, "--run-dir", str(launch.run.root), "--resume", "auto"])
+
+
+def program(name: str) -> str:
+    """Return the name of an installed program, or its path where the shell does not find it by name."""
+    beside = Path(sys.executable).parent / name
+    return name if shutil.which(name) is not None or not beside.exists() else str(beside)
 
 
 def places_of(launch: Launch) -> list[str]:
     """Return the last lines of a run's output: its paths on disk and suggested next commands."""
-    root = shlex.quote(str(launch.run.root))
+    root, atropos = shlex.quote(str(launch.run.root)), shlex.quote(program("atropos"))
     return [
         f"run directory: {launch.run.root}",
         *([f"picture: {launch.run.plot}"] if launch.run.plot.exists() else []),
         *launch.pages,
-        f"next: atropos report {root} shows this again",
-        f"next: atropos view {root} opens its page: curves, and answers token by token, the worst first",
-        "next: atropos env init NAME begins an environment of your own (docs/howto/your-own-environment.md)",
+        f"next: {atropos} report {root} shows this again",
+        f"next: {atropos} view {root} opens its page: curves, and answers token by token, the worst first",
+        f"next: {atropos} env init NAME begins an environment of your own (docs/howto/your-own-environment.md)",
     ]
 
 

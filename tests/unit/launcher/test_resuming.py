@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,23 @@ from example_trainer.launcher.run_file import read_settings
 from example_trainer.launcher.stop_request import Interrupted
 from example_trainer.launcher.totals import read_launches
 from example_trainer.processes.child import ChildFailed, ChildSpec
-from example_trainer.run import carry_out, resume_command
+from example_trainer.run import carry_out, places_of, resume_command
 
 TRAINER = ChildSpec(name="trainer", command=("python", "-m", "example_trainer.grpo", "--config", "trainer.yaml"))
 LAUNCHED_AT = 1_000.0
+
+
+@pytest.fixture(autouse=True)
+def _programs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the shell find the programs by their names."""
+    folder = tmp_path_factory.mktemp("bin")
+    write_programs(folder)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def write_programs(folder: Path) -> None:
+    for name in ("atropos", "atropos-grpo-run"):
+        (folder / name).touch(mode=0o755)
 
 
 def settings_of(*flags: str):
@@ -67,6 +81,21 @@ def test_the_command_that_goes_on_names_the_run_directory_once(tmp_path: Path, g
     command = shlex.split(resume_command(given, launch))
     wanted = ["--config", "configs/demo.yaml", "--run-dir", str(tmp_path / "a run"), "--resume", "auto"]
     assert command == ["atropos-grpo-run", *wanted]
+
+
+def test_printed_commands_work_as_printed_where_the_environment_is_not_activated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = plan_launch(settings_of("--run-dir", str(tmp_path / "run")))
+    assert f"next: atropos report {tmp_path / 'run'} shows this again" in places_of(launch)
+    folder = tmp_path / "an environment"
+    folder.mkdir()
+    write_programs(folder)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    printed = [shlex.split(line) for line in places_of(launch) if line.startswith("next: ")]
+    assert [words[1] for words in printed] == [str(folder / "atropos")] * 3
+    assert shlex.split(resume_command([], launch))[0] == str(folder / "atropos-grpo-run")
 
 
 def test_the_command_that_goes_on_shows_no_secret(tmp_path: Path) -> None:
