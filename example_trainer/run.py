@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -81,7 +82,7 @@ def carry_out(launch: Launch, argv: Sequence[str]) -> int:
         place = f"; the run directory is {launch.run.root}" if isinstance(error, OSError) else ""
         sys.stderr.write(f"atropos-grpo-run: error: {error}{place}\n")
         if launch.run.metrics.exists():
-            sys.stderr.write(f"atropos-grpo-run: to go on from its last checkpoint: {resume_command(argv, launch)}\n")
+            sys.stderr.write(f"atropos-grpo-run: {way_on(argv, launch, failed=not isinstance(error, Interrupted))}\n")
         return 1 if isinstance(error, OSError) else error.exit_code
     if view == "json":
         ended = {"event": "summary", **asdict(summary), "run_dir": str(launch.run.root), "notes": launch.notes}
@@ -92,6 +93,19 @@ def carry_out(launch: Launch, argv: Sequence[str]) -> int:
     return 0
 
 
+def way_on(argv: Sequence[str], launch: Launch, *, failed: bool) -> str:
+    """Return how to go on after a launch that did not reach its end; `failed` is False if it was stopped."""
+    from example_trainer.launcher.run_dir import find_checkpoint
+
+    config = launch.settings.trainer
+    if find_checkpoint(config.save_path or launch.run.root) is not None:
+        return f"to go on from its last checkpoint: {resume_command(argv, launch)}"
+    # A new run is refused in a directory that holds metrics.
+    place = " and another --run-dir" if config.run_dir is not None and config.resume is None else ""
+    cause = "correct the cause, then " if failed else ""
+    return f"there is no checkpoint yet to go on from; {cause}start again with the same command{place}"
+
+
 def resume_command(argv: Sequence[str], launch: Launch) -> str:
     """Return the command line that continues this run; secrets in it are masked."""
     words, skipped = [], False
@@ -100,19 +114,25 @@ def resume_command(argv: Sequence[str], launch: Launch) -> str:
         if not replaced and not skipped:
             words.append(word)
         skipped = replaced and "=" not in word
-    return shlex.join(["atropos-grpo-run", *words, "--run-dir", str(launch.run.root), "--resume", "auto"])
+    return shlex.join([program("atropos-grpo-run"), *words, "--run-dir", str(launch.run.root), "--resume", "auto"])
+
+
+def program(name: str) -> str:
+    """Return the name of an installed program, or its path where the shell does not find it by name."""
+    beside = Path(sys.executable).parent / name
+    return name if shutil.which(name) is not None or not beside.exists() else str(beside)
 
 
 def places_of(launch: Launch) -> list[str]:
     """Return the last lines of a run's output: its paths on disk and suggested next commands."""
-    root = shlex.quote(str(launch.run.root))
+    root, atropos = shlex.quote(str(launch.run.root)), shlex.quote(program("atropos"))
     return [
         f"run directory: {launch.run.root}",
         *([f"picture: {launch.run.plot}"] if launch.run.plot.exists() else []),
         *launch.pages,
-        f"next: atropos report {root} shows this again",
-        f"next: atropos view {root} opens its page: curves, and answers token by token, the worst first",
-        "next: atropos env init NAME begins an environment of your own (docs/howto/your-own-environment.md)",
+        f"next: {atropos} report {root} shows this again",
+        f"next: {atropos} view {root} opens its page: curves, and answers token by token, the worst first",
+        f"next: {atropos} env init NAME begins an environment of your own (docs/howto/your-own-environment.md)",
     ]
 
 

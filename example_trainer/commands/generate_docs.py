@@ -126,8 +126,9 @@ and `timestamp`, and a warning in the log. A sign is reported when it appears, a
 LIMITS_INTRODUCTION = """\
 `--health-limits` overrides these limits by name: `--health-limits mean_ratio=0.7-1.3 reward_drop=inf`.
 `reward_drop` counts in standard deviations of a batch's rewards, `rate_drop` is a share of the median rate of up to 100
-steps before; both look at the last `window_steps` steps. Checkpoints contain the state of the signs, so a resumed run
-is judged like an uninterrupted one.
+steps before; both look at the last `window_steps` steps. `no_signal` is a share of sequences that each of the last
+`flat_steps` steps exceeds. Checkpoints contain the state of the signs, so a resumed run is judged like an uninterrupted
+one.
 
 | limit | usual |
 |---|---|

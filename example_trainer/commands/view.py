@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
     store, recorded = read_recorded(Path(named))
     with tempfile.TemporaryDirectory(prefix="atropos-view-") as scratch:
         for address in serve_view(store, recorded, Path(scratch), port=options.port):
-            sys.stdout.write(f"{address}\n")
+            sys.stdout.write(f"page: {address} (Ctrl-C ends it)\n")
             sys.stdout.flush()
     return 0
 

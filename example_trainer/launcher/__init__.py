@@ -4,7 +4,7 @@ In reading order: `run_file` with `run_file_sections`, `section_flags`, `environ
 asked for), `endpoints` and `base_model` (what must be settled first), `plan` with `fleet_plan` (which programs with
 which settings), `environment_check`, `placement/` (where each runs), `launch` with `stop_request` (the course of it),
 `supervisor` (the programs), `restarts`, `fleet` (inference servers that come and go), `progress` with `views`,
-`run_dir` with `run_lock`, `summary` with `totals` and `data_use`, `run_report` with `svg_chart` and `comparison`. It
-may import `config`, `memory`, `options`, `monitoring`, `processes`, the broker's client and its page's files, and of
-the broker its options, to refuse what it would refuse; never weights or model.
+`run_dir` with `run_lock`, `summary` with `totals`, `evaluations` and `data_use`, `run_report` with `svg_chart` and
+`comparison`. It may import `config`, `memory`, `options`, `monitoring`, `processes`, the broker's client and its page's
+files, and of the broker its options, to refuse what it would refuse; never weights or model.
 """

@@ -22,6 +22,7 @@ from typing import Any, Self
 import yaml
 
 from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.secrets import names_secret
 from example_trainer.launcher.environment_settings import EnvironmentSettings, program_of
 from example_trainer.launcher.plan import Plan
 from example_trainer.launcher.run_dir import as_plain_data
@@ -88,6 +89,8 @@ class EnvironmentCheck:
 
     def __init__(self, settings: RunSettings, plan: Plan, *, scratch: Path | None = None) -> None:
         """`scratch` is a directory that somebody else removes in the end."""
+        self._environments = settings.environments
+        self._ignored: dict[str, list[str]] = {}
         self._held = ExitStack()
         self._waiting: list[AskedEnvironment] = []
         with suppress(OSError):  # no temporary directory, or a full disk: a dry run needs none
@@ -115,3 +118,25 @@ class EnvironmentCheck:
             facts = asked.facts(max(1.0, left))
             if facts is not None and facts.get("refuses_settings"):
                 raise ConfigError(f"{asked.entry.name} ({asked.entry.server}): {facts['error']}")
+            if facts is not None and facts.get("env"):
+                self._ignored[asked.entry.name] = ignored_settings(asked.entry, facts["env"])
+
+    def remarks(self, logs: Path) -> list[str]:
+        """Return a sentence on each environment whose settings in the file are written for another server."""
+        lines = []
+        for entry in self._environments:
+            if entry.written_for is not None:
+                told = f"{logs / entry.name}.log names those that it ignored"
+                if entry.name in self._ignored:
+                    told = f"ignored: {', '.join(self._ignored[entry.name]) or 'none'}"
+                lines.append(f"{entry.server} used settings written for {entry.written_for}; {told}")
+        return lines
+
+
+def ignored_settings(entry: EnvironmentSettings, known: Mapping[str, Any]) -> list[str]:
+    """Return the names of an entry's settings that its environment does not have, by the settings that it has.
+
+    Secrets are left out: an environment's answer does not name them.
+    """
+    names = [(name, name.replace("-", "_")) for name in map(str, entry.env)]
+    return [name for name, field in names if field not in known and not names_secret(field)]

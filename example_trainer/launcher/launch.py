@@ -72,7 +72,7 @@ from example_trainer.launcher.stop_request import Interrupted, StopRequest
 from example_trainer.launcher.summary import Summary, summarise, write_rollout_pages
 from example_trainer.launcher.supervisor import Supervisor
 from example_trainer.launcher.teacher import MODEL_FLAG, TEACHER, TEACHER_SERVER, own_teacher
-from example_trainer.launcher.totals import processor_use
+from example_trainer.launcher.totals import END, START, processor_use, record_launch
 from example_trainer.launcher.views import LastingView, View, make_view
 from example_trainer.monitoring.trackers import EVENTS_FILE, MetricsTail
 from example_trainer.options.vllm_settings import refuse_unknown
@@ -127,12 +127,21 @@ class Launch:
         run = self.run.reserve()
         with locked({"--run-dir": run.root, "--save-path": self.settings.trainer.save_path}):
             self.run = run.create()
-            with (
-                adopting_orphans(),
-                contextlib.closing(open_placement(self.settings, self.run)) as placement,
-                StopRequest.listening() as stop,  # after the placement, because Ray installs handlers of its own
-            ):
-                return self._run(endpoints, model, teacher, placement, stop)
+            try:
+                with (
+                    adopting_orphans(),
+                    contextlib.closing(open_placement(self.settings, self.run)) as placement,
+                    StopRequest.listening() as stop,  # after the placement, because Ray installs handlers of its own
+                ):
+                    return self._run(endpoints, model, teacher, placement, stop)
+            finally:
+                # Once all programs have ended, so that their CPU time is known; a full disk hides no other error.
+                with contextlib.suppress(OSError):
+                    record_launch(self.run.root, self._usage())
+
+    def _usage(self) -> dict[str, float]:
+        """Return start, end and processor use of this launch, by what is known now."""
+        return {START: self.started_at, END: time.time(), **processor_use()}
 
     def _run(
         self, endpoints: Endpoints, model: str, teacher: str | None, placement: Placement, stop: StopRequest
@@ -158,6 +167,7 @@ class Launch:
                 model = make(model, "base model")
                 teacher = None if teacher is None else make(teacher, "teacher's model")
                 check.refuse_unusable(limit_seconds=LAUNCH_SECONDS)
+                self.notes += check.remarks(self.run.logs)
                 plan = planned(model=model, teacher_model=teacher)
                 self._record(plan, supervisor)
                 if self.settings.trainer.load_in_4bit:
@@ -221,12 +231,6 @@ class Launch:
         return report["path"]
 
     def _train(self, plan: Plan, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest) -> Summary:
-        for entry in self.settings.environments:
-            if entry.written_for is not None:
-                log = self.run.logs / f"{entry.name}.log"
-                self.notes.append(
-                    f"{entry.server} used settings written for {entry.written_for}; {log} names those that it ignored"
-                )
         snapshot.milestones |= dict.fromkeys(milestones_of(plan))
         snapshot.page_url = f"{plan.endpoints.broker_url}/"
         snapshot.phase = "starting"
@@ -315,8 +319,7 @@ class Launch:
             supervisor.wait_for_end(drawing, stop.raise_if_requested)
         except ChildFailed as error:
             self.notes.append(f"reward.png could not be drawn: {error}")
-        timeline = {"start": self.started_at, "end": time.time(), **reached(snapshot), **snapshot.marks}
-        timeline |= processor_use()
+        timeline = {**reached(snapshot), **snapshot.marks, **self._usage()}
         write_json(self.run.timeline, timeline)
         summary = summarise(self.run.root, timeline=timeline, cost_per_hour=self.settings.trainer.cost_per_hour)
         summary.write(self.run.root)

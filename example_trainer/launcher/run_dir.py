@@ -203,11 +203,16 @@ def refuse_other_checkpoints(directory: Path, flag: str) -> None:
 
     The launcher resumes a trainer that died from the newest one, and `--keep-last` keeps those of the most steps.
     """
-    found = next(directory.glob("checkpoint-[0-9]*"), None)
+    found = find_checkpoint(directory)
     if found is not None:
         raise RunDirectoryInUse(
             f"{flag} {directory} already holds {found.name} of a run; continue it with --resume auto, or name another"
         )
+
+
+def find_checkpoint(directory: Path) -> Path | None:
+    """Return a checkpoint in the directory, not always the newest one; None if there is none."""
+    return next(directory.glob("checkpoint-[0-9]*"), None)
 
 
 def read_record(path: Path) -> Mapping[str, Any]:

@@ -52,8 +52,9 @@ _DEFAULT_MODE: BridgeMode = "shared_vllm"
 DESCRIPTION = """Start broker, vLLM, environment and trainer, watch them, and end them together.
 
 The options below are the trainer's and the launcher's own. Options of the other programs carry their section as a
-prefix: --api.port 8002, --vllm.max_model_len 512, --env.group_size 8, --openai.server_type vllm. --env my_env.py, short
-for --env.server, names the environment. --teacher.model_name starts a teacher for it, with --teacher.gpu 1 and
+prefix: --api.port 8002, --vllm.max_model_len 512, --env.group_size 8, --openai.server_type vllm. run-api --help lists
+those of --api.*, python ENV.py serve --help those of --env.* and --openai.*. --env my_env.py, short for --env.server,
+names the environment. --teacher.model_name starts a teacher for it, with --teacher.gpu 1 and
 --teacher.vllm.max_model_len 512; --teacher.base_url names one that runs. With --atropos-url the broker is yours;
 without an env section the environments are yours too."""
 

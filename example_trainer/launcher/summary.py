@@ -8,7 +8,6 @@ each environment as a page for a browser, next to the file of kept groups.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,13 +23,16 @@ from atropos_api.common.files import replace_whole, write_whole
 from environments.sdk.group_files import write_page
 from example_trainer.errors import TrainerError
 from example_trainer.launcher.data_use import data_lines, read_data_use, trained_length
-from example_trainer.launcher.run_dir import TIMELINE_NAME, read_record
-from example_trainer.launcher.totals import Totals, count_totals, total_lines
+from example_trainer.launcher.evaluations import HeldOutScore, read_accuracies, read_held_out
+from example_trainer.launcher.run_dir import TIMELINE_NAME
+from example_trainer.launcher.totals import Totals, count_totals, read_launches, total_lines
 from example_trainer.monitoring.trackers import EVENTS_FILE, ROLLOUTS, MetricsTail
 
 WINDOW_STEPS = 5
 GOOD_REWARD = 0.9
 GOOD_REWARD_WINDOW_STEPS = 3
+SHOWN_WITHOUT_SIGNAL = 0.5
+"""Share of sequences without a learning signal above which the table tells it."""
 SUMMARY_NAME = "summary.json"
 
 
@@ -46,6 +48,8 @@ class Summary:
     accuracy_base: float | None = None
     """Mean over the environments, as `accuracy_trained` is."""
     accuracy_trained: float | None = None
+    held_out: HeldOutScore | None = None
+    """The accuracy, or another metric of the evaluations where there is none."""
     reward_first: float | None = None
     reward_last: float | None = None
     length_first: float | None = None
@@ -69,6 +73,8 @@ class Summary:
     """The broker's counts of items and groups, by environment."""
     trained_length: float | None = None
     """Mean length of all trained answers, in tokens."""
+    no_signal_fraction: float | None = None
+    """Mean over the steps of the share of sequences without a learning signal: their group has equal rewards."""
 
     def write(self, run_dir: Path) -> None:
         write_whole(run_dir / SUMMARY_NAME, json.dumps(asdict(self), indent=2) + "\n")
@@ -82,16 +88,17 @@ def summarise(
     if not rows:
         raise NoRun(f"{run_dir} holds no metrics.jsonl with a finished step")
     rewards, lengths = _series(rows, names.REWARD_MEAN), _series(rows, names.RESPONSE_LENGTH_MEAN)
-    accuracies = list(read_accuracies(run_dir / "evals").values())
-    repeated = [values for values in accuracies if len(values) > 1]
+    held_out = read_held_out(run_dir / "evals")
+    accuracy = held_out if held_out is not None and held_out.metric == names.EVAL_ACCURACY else None
     good = first_good_row(rows)
     started_at = (timeline or {}).get("start", 0.0)
     # A resumed run's rows begin with those of the launches before.
     launched = [row for row in rows if (_timestamp(row) or 0.0) >= started_at]
     return Summary(
         steps=int(rows[-1].get(names.STEP, len(rows))),
-        accuracy_base=_mean([values[0][1] for values in accuracies]),
-        accuracy_trained=_mean([values[-1][1] for values in repeated]),
+        accuracy_base=None if accuracy is None else accuracy.first,
+        accuracy_trained=None if accuracy is None else accuracy.last,
+        held_out=held_out,
         reward_first=_mean(rewards[:WINDOW_STEPS]),
         reward_last=_mean(rewards[-WINDOW_STEPS:]),
         length_first=_mean(lengths[:1]),
@@ -107,9 +114,10 @@ def summarise(
         good_reward_after_seconds=_since(started_at, good if timeline and good in launched else None),
         signs=read_signs(run_dir),
         split_seconds=split_times(timeline, launched) if timeline and launched else {},
-        totals=count_totals(rows, timeline, cost_per_hour),
+        totals=count_totals(rows, read_launches(run_dir, timeline), cost_per_hour),
         data=read_data_use(run_dir),
         trained_length=trained_length(rows),
+        no_signal_fraction=_mean(_series(rows, names.NO_SIGNAL_FRACTION)),
     )
 
 
@@ -125,21 +133,6 @@ def read_signs(run_dir: Path) -> tuple[str, ...]:
     """Return each sign in `events.jsonl` with its step; empty if the run wrote none."""
     rows = MetricsTail(run_dir / EVENTS_FILE).read()
     return tuple(f"{row['sign']} (step {row['step']})" for row in rows if {"sign", "step"} <= row.keys())
-
-
-def read_accuracies(evals: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return step and greedy accuracy of each evaluation by environment, in the order of the steps.
-
-    A single environment has the name "", because its evaluations are not in a folder of their own.
-    """
-    found: dict[str, list[tuple[int, float]]] = {}
-    for path in sorted([*evals.glob("step-*/metrics.json"), *evals.glob("*/step-*/metrics.json")]):
-        step = re.fullmatch(r"step-(\d+)", path.parent.name)
-        accuracy = _find(read_record(path), names.EVAL_ACCURACY)
-        if step is not None and accuracy is not None:
-            environment = "" if path.parent.parent == evals else path.parent.parent.name
-            found.setdefault(environment, []).append((int(step[1]), accuracy))
-    return {environment: sorted(values) for environment, values in found.items()}
 
 
 def first_good_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -192,8 +185,10 @@ def as_table(summary: Summary) -> Table:
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     """Return label and text of each figure; the text of one that is not known is empty."""
     split = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.split_seconds.items())
+    without_signal = summary.no_signal_fraction
+    much_without_signal = without_signal if (without_signal or 0.0) > SHOWN_WITHOUT_SIGNAL else None
     return [
-        ("greedy accuracy, held-out problems", _change(summary.accuracy_base, summary.accuracy_trained, "{:.3f}")),
+        _held_out_line(summary.held_out),
         (f"reward, first and last {WINDOW_STEPS} steps", _change(summary.reward_first, summary.reward_last, "{:.3f}")),
         (f"best reward over {WINDOW_STEPS} steps", _text(summary.reward_best, "{:.3f}")),
         ("mean answer length, tokens", _change(summary.length_first, summary.length_last, "{:.1f}")),
@@ -209,9 +204,18 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         ),
         *total_lines(summary.totals),
         *data_lines(summary.data, summary.trained_length),
+        ("sequences without a learning signal", _text(much_without_signal, "{:.0%}")),
         ("signs of trouble", ", ".join(summary.signs)),
         ("time of the last launch", f"{sum(summary.split_seconds.values()):.1f} s: {split}" if split else ""),
     ]
+
+
+def _held_out_line(score: HeldOutScore | None) -> tuple[str, str]:
+    if score is None or score.metric == names.EVAL_ACCURACY:
+        label = "greedy accuracy, held-out problems"
+    else:
+        label = f"{score.metric}, held-out data"
+    return label, "" if score is None else _change(score.first, score.last, "{:.3f}")
 
 
 def _change(first: float | None, last: float | None, form: str) -> str:
@@ -252,16 +256,6 @@ def _first_batch_at(rows: Sequence[Mapping[str, Any]]) -> float | None:
 def _since(started_at: float, row: Mapping[str, Any] | None) -> float | None:
     at = _timestamp(row) if row is not None else None
     return None if at is None else at - started_at
-
-
-def _find(content: Any, name: str) -> float | None:
-    """Return the first number called `name`, or the last part of `name`, anywhere in nested mappings."""
-    if not isinstance(content, Mapping):
-        return None
-    for key in (name, name.rpartition("/")[2]):
-        if isinstance(content.get(key), int | float):
-            return float(content[key])
-    return next((found for value in content.values() if (found := _find(value, name)) is not None), None)
 
 
 REWARD_COLOUR, LENGTH_COLOUR, ACCURACY_COLOUR = "#1f77b4", "#b0b0b0", "#d62728"

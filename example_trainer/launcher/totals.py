@@ -1,12 +1,13 @@
 """Totals of a whole run: tokens generated, trained and wasted, processor time, and the cost at a given price.
 
-Tokens are sums over the rows of `metrics.jsonl`, so they cover all launches of a resumed run. The time is that of the
-last launch from its command to its end, and of the steps of the launches before. Processor time is that of the last
-launch, which the launcher writes into its timeline.
+Tokens are sums over the rows of `metrics.jsonl`, so they cover all launches of a resumed run. The launcher adds a line
+to `launches.jsonl` at the end of each launch, also of one that failed or was stopped: the hours are those of all
+launches there, and of the steps that lie in none of them, since a launch that was killed left no line.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import resource
@@ -16,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from atropos_api.common import metric_names as names
+from example_trainer.monitoring.trackers import MetricsTail
 from example_trainer.processes.gpus import DEVICES, count_gpus
 
-CPU_SECONDS, GPUS = "cpu_seconds", "gpus"
-"""Keys of a run's timeline file; its other keys name events, with their Unix times."""
+LAUNCHES_NAME = "launches.jsonl"
+START, END, CPU_SECONDS, GPUS = "start", "end", "cpu_seconds", "gpus"
+"""Keys of a launch's record and of a run's timeline file; the latter's other keys name events with their Unix times."""
 SECONDS_PER_HOUR = 3600.0
 
 
@@ -38,23 +41,23 @@ class Totals:
     """Share of the trained tokens that gave no gradient."""
     seconds: float = 0.0
     cpu_seconds: float | None = None
-    """CPU time of all programs of the last launch."""
+    """CPU time of all programs."""
     gpu_seconds: float | None = None
-    """Time of the last launch times the number of GPUs that it could use; None without a GPU."""
+    """Time of each launch times the number of GPUs that it could use; None without a GPU."""
     cost: float | None = None
     """Price of all hours, in the currency of the price per hour."""
 
 
 def count_totals(
-    rows: Sequence[Mapping[str, Any]], timeline: Mapping[str, float] | None = None, cost_per_hour: float | None = None
+    rows: Sequence[Mapping[str, Any]],
+    launches: Sequence[Mapping[str, float]] = (),
+    cost_per_hour: float | None = None,
 ) -> Totals:
     """Return the totals over the rows of `metrics.jsonl`; `cost_per_hour` is the price of all machines together."""
-    timeline = timeline or {}
-    started_at, ended_at = timeline.get("start", 0.0), timeline.get("end", 0.0)
-    launch_seconds = max(0.0, ended_at - started_at)
-    earlier = [row for row in rows if not launch_seconds or float(row.get("timestamp", 0.0)) < started_at]
-    seconds = launch_seconds + sum(float(row.get(names.TIME_STEP, 0.0)) for row in earlier)
-    gpus = timeline.get(GPUS, 0.0)
+    apart = [row for row in rows if not any(_lies_in(row, launch) for launch in launches)]
+    seconds = sum(map(_seconds, launches)) + sum(float(row.get(names.TIME_STEP, 0.0)) for row in apart)
+    cpu_seconds = [launch[CPU_SECONDS] for launch in launches if CPU_SECONDS in launch]
+    gpu_seconds = sum(launch.get(GPUS, 0.0) * _seconds(launch) for launch in launches)
     return Totals(
         generated_tokens=_whole(_total(rows, names.SEQUENCES, names.RESPONSE_LENGTH_MEAN)),
         trained_tokens=_whole(_total(rows, names.TRAINED_TOKENS)),
@@ -62,10 +65,24 @@ def count_totals(
         padded_fraction=_share(rows, names.PADDED_FRACTION, names.FORWARD_TOKENS),
         zero_gradient_fraction=_share(rows, names.ZERO_GRADIENT_FRACTION, names.TRAINED_TOKENS),
         seconds=round(seconds, 2),
-        cpu_seconds=timeline.get(CPU_SECONDS),
-        gpu_seconds=round(gpus * launch_seconds, 2) if gpus else None,
+        cpu_seconds=round(sum(cpu_seconds), 2) if cpu_seconds else None,
+        gpu_seconds=round(gpu_seconds, 2) or None,
         cost=None if cost_per_hour is None else round(cost_per_hour * seconds / SECONDS_PER_HOUR, 4),
     )
+
+
+def record_launch(run_dir: Path, launch: Mapping[str, float]) -> None:
+    """Add the record of a launch that has ended to the run directory."""
+    line = json.dumps({name: launch[name] for name in (START, END, CPU_SECONDS, GPUS) if name in launch})
+    with (run_dir / LAUNCHES_NAME).open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+
+
+def read_launches(run_dir: Path, timeline: Mapping[str, float] | None = None) -> list[Mapping[str, float]]:
+    """Return the record of each launch of a run directory, that of `timeline` included; one for each start."""
+    recorded = [row for row in MetricsTail(run_dir / LAUNCHES_NAME).read() if {START, END} <= row.keys()]
+    last = [timeline] if timeline and {START, END} <= timeline.keys() else []
+    return list({launch[START]: launch for launch in (*recorded, *last)}.values())
 
 
 def processor_use(devices: Path = DEVICES) -> dict[str, float]:
@@ -94,6 +111,14 @@ def total_lines(totals: Totals) -> list[tuple[str, str]]:
         ("hours", ", ".join(hours)),
         ("cost", "" if totals.cost is None else f"{totals.cost:,.2f}"),
     ]
+
+
+def _seconds(launch: Mapping[str, float]) -> float:
+    return max(0.0, launch[END] - launch[START])
+
+
+def _lies_in(row: Mapping[str, Any], launch: Mapping[str, float]) -> bool:
+    return launch[START] <= float(row.get("timestamp", 0.0)) <= launch[END]
 
 
 def _total(rows: Sequence[Mapping[str, Any]], *factors: str) -> float | None:

@@ -46,6 +46,8 @@ class HealthLimits:
     """Our own limit: tokens per second as a share of the median of up to 100 earlier steps."""
     left_out: float = 0.5
     """Our own limit: share of a step's sequences that are too long or have no token to train."""
+    no_signal: float = 0.8
+    """Our own limit: share of a step's sequences whose groups have equal rewards, at each of `flat_steps` steps."""
     flat_steps: int = 5
     window_steps: int = 5
 
@@ -218,6 +220,23 @@ class _FlatReward(_Remembering):
         return float(in_a_row) if in_a_row >= self._steps else None
 
 
+class _NoSignal(_Remembering):
+    """The mean share of sequences in groups of equal rewards, if it is above the limit at each of the last steps."""
+
+    def __init__(self, limits: HealthLimits) -> None:
+        super().__init__(shares=[])
+        self._limits = limits
+
+    def __call__(self, metrics: Mapping[str, float]) -> float | None:
+        steps = self._limits.flat_steps
+        shares: list[float] = [*self.kept["shares"], metrics.get(names.NO_SIGNAL_FRACTION, 0.0)][-steps:]
+        self.kept["shares"] = shares
+        if len(shares) < steps or min(shares) <= self._limits.no_signal:
+            return None
+        # Where no group at all had a signal, the sign is `flat_reward`.
+        return fmean(shares) if min(shares) < 1.0 else None
+
+
 class _RewardDrop(_Remembering):
     """The mean reward over a window, compared with the best such window of the run."""
 
@@ -341,6 +360,14 @@ def _outcome_signs(limits: HealthLimits) -> tuple[_Sign, ...]:
             check=_FlatReward(limits.flat_steps),
             message="{value:.0f} batches in a row gave no learning signal: each group has equal rewards (flat reward)",
             advice="look at the task's difficulty and its reward function; a larger --env.group_size finds differences",
+        ),
+        _Sign(
+            name="no_signal",
+            check=_NoSignal(limits),
+            message=f"{{value:.0%}} of the sequences of the last {limits.flat_steps} batches gave no learning signal: "
+            "nearly every group has equal rewards",
+            advice="take easier or harder prompts, a larger --env.group_size, a reward with more levels, or a higher "
+            "temperature",
         ),
         _Sign(
             name="left_out",

@@ -20,6 +20,8 @@ from typing import Any
 
 import yaml
 
+CHECKPOINT_STEPS = 3
+
 
 def serve_http(port: int, answers: dict[str, Any], host: str = "127.0.0.1") -> None:
     class Handler(BaseHTTPRequestHandler):
@@ -100,6 +102,8 @@ def trainer(settings: dict[str, Any]) -> None:
     with (run_dir / "metrics.jsonl").open("a") as metrics:
         for step in range(done + 1, steps + 1):
             time.sleep(0.05)
+            if step % CHECKPOINT_STEPS == 0:
+                (run_dir / f"checkpoint-{step}").mkdir(exist_ok=True)
             row = {"step": step, "reward/mean": min(1.0, 0.25 + 0.1 * step), "response/length_mean": 13.0 + step}
             metrics.write(json.dumps(row | {"time/step": 0.05, "timestamp": time.time()}) + "\n")
             metrics.flush()
@@ -119,9 +123,9 @@ def end_publish(port: int, path: Path) -> None:
 
 
 def resume(path: Path) -> int:
-    """Replace the metrics by those up to the last third step, as from a checkpoint; return that step."""
+    """Replace the metrics by those up to the last checkpoint's step; return that step."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    step = len(rows) // 3 * 3
+    step = len(rows) // CHECKPOINT_STEPS * CHECKPOINT_STEPS
     beside = path.with_suffix(".new")
     beside.write_text("".join(json.dumps(row) + "\n" for row in rows[:step]))
     beside.replace(path)

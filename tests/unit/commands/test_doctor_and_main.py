@@ -37,6 +37,19 @@ def test_a_verb_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
         main.run(["top", "http://127.0.0.1:9"])
 
 
+@pytest.mark.parametrize(
+    "flags", [["--model-name", "tiny/chain", "--env", "my_env.py"], ["--env.task=chain"], ["--env", "my_env.py"]]
+)
+def test_a_flag_of_a_run_is_told_to_follow_a_run_file(flags: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        main.run(["doctor", *flags])
+    flag = flags[0].partition("=")[0]
+    told = f"{flag} is a flag of a run, and these follow a run file: atropos doctor demo {' '.join(flags)}"
+    assert str(refused.value) == told
+    with pytest.raises(ConfigError, match="unknown option --memry, did you mean --memory"):
+        main.run(["doctor", "--memry", "org/model"])
+
+
 def test_a_report_shows_the_rollouts_of_a_run_and_says_of_which_there_can_be_no_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

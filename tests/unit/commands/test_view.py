@@ -213,7 +213,8 @@ def test_the_command_prints_its_address_and_leaves_nothing_when_it_is_stopped(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as viewer:
         assert viewer.stdout is not None
-        address = viewer.stdout.readline().strip()
+        label, address, way_out = viewer.stdout.readline().split(maxsplit=2)
+        assert (label, way_out) == ("page:", "(Ctrl-C ends it)\n")
         assert httpx.get(f"{address}v1/runs").json()["runs"][0]["run_id"] == run[1]
         viewer.send_signal(signal.SIGINT)
         out, error = viewer.communicate(timeout=20)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from example_trainer.launcher.run_dir import RunDirectoryInUse, plan_run_dir
 from example_trainer.launcher.summary import NoRun, Summary, as_table, draw, rolling_mean, summarise
-from example_trainer.launcher.totals import processor_use
+from example_trainer.launcher.totals import processor_use, record_launch
 
 
 def write_run(root: Path, rewards: list[float]) -> None:
@@ -163,6 +163,28 @@ def test_each_environment_has_its_own_evaluations_in_the_summary_and_the_picture
     assert {"greedy accuracy, environment-1", "greedy accuracy, environment-2"} <= set(labels)
 
 
+@pytest.mark.parametrize(
+    ("metrics", "told"),
+    [
+        ({"eval/length_mean": 9.0, "eval/reward": 0.25}, "eval/reward, held-out data"),
+        ({"eval/judged": 0.25, "eval/length_mean": 9.0}, "eval/judged, held-out data"),
+        ({"eval/reward": 9.0, "eval/accuracy": 0.25}, "greedy accuracy, held-out problems"),
+    ],
+)
+def test_evaluations_without_an_accuracy_are_told_by_their_reward_or_their_first_metric(
+    metrics: dict[str, float], told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    for step, better in ((0, 0.0), (9, 0.5), (10, 0.25)):
+        folder = tmp_path / f"evals/step-{step}"
+        folder.mkdir(parents=True)
+        content = {"results": {"all": {name: value + better for name, value in metrics.items()}}}
+        (folder / "metrics.json").write_text(json.dumps(content))
+    (line,) = [line for line in shown(summarise(tmp_path)).splitlines() if "held-out" in line]
+    assert told in line
+    assert "0.250 -> 0.500" in line
+
+
 def test_the_rolling_mean_starts_with_what_there_is() -> None:
     assert rolling_mean([1.0, 2.0, 3.0], window=2) == [1.0, 1.5, 2.5]
 
@@ -173,6 +195,17 @@ def test_the_table_names_the_signs_of_trouble_with_their_steps(tmp_path: Path) -
     (tmp_path / "events.jsonl").write_text('{"event": "health", "sign": "kl", "step": 7}\n{"event": "health"}\n')
     assert summarise(tmp_path).signs == ("kl (step 7)",)
     assert "kl (step 7)" in shown(summarise(tmp_path))
+
+
+@pytest.mark.parametrize(("share", "told"), [(0.94, True), (0.5, False)])
+def test_the_table_tells_the_share_without_a_learning_signal_where_it_is_most(
+    share: float, told: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "data/no_signal_fraction": share}) + "\n")
+    summary = summarise(tmp_path)
+    assert summary.no_signal_fraction == share
+    lines = [line for line in shown(summary).splitlines() if "without a learning signal" in line]
+    assert [f"{share:.0%}" in line for line in lines] == [True] * told
 
 
 def write_token_rows(root: Path) -> None:
@@ -209,6 +242,25 @@ def test_a_launch_costs_from_its_command_to_its_end_and_the_steps_of_launches_be
     assert totals.seconds == 50.0 + 130.0
     assert totals.cost == pytest.approx(20.0 * 180 / 3600)
     assert (totals.cpu_seconds, totals.gpu_seconds) == (90.0, 260.0)
+
+
+def test_hours_and_cost_are_those_of_all_launches_also_of_one_that_was_stopped(tmp_path: Path) -> None:
+    write_token_rows(tmp_path)
+    record_launch(tmp_path, {"start": 70.0, "end": 120.0, "cpu_seconds": 40.0, "gpus": 1.0})
+    timeline = {"start": 150.0, "vllm": 160.0, "end": 280.0, "cpu_seconds": 90.0, "gpus": 2.0}
+    totals = summarise(tmp_path, timeline=timeline, cost_per_hour=20.0).totals
+    assert totals.seconds == 50.0 + 130.0
+    assert totals.cost == pytest.approx(20.0 * 180 / 3600)
+    assert (totals.cpu_seconds, totals.gpu_seconds) == (130.0, 50.0 + 260.0)
+    record_launch(tmp_path, timeline)
+    assert summarise(tmp_path, timeline=timeline, cost_per_hour=20.0).totals == totals, "a launch counts once"
+    assert summarise(tmp_path, cost_per_hour=20.0).totals == totals
+
+
+def test_the_steps_of_a_launch_that_was_killed_without_a_record_are_added(tmp_path: Path) -> None:
+    write_token_rows(tmp_path)
+    record_launch(tmp_path, {"start": 150.0, "end": 280.0})
+    assert summarise(tmp_path).totals.seconds == 50.0 + 130.0
 
 
 def test_the_totals_and_the_cost_are_in_the_table_and_in_the_file(tmp_path: Path) -> None:

@@ -36,6 +36,16 @@ def test_sections_of_a_run_file_reach_their_programs(run_file: str) -> None:
     assert environment.openai == {"server_type": "vllm"}
 
 
+def test_the_help_says_where_the_options_of_the_other_programs_are_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        read_settings(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "run-api --help lists those of --api.*, python ENV.py serve --help those of --env.* and --openai.*." in told
+
+
 def test_settings_that_have_no_effect_in_this_launch_are_remarked_on(tmp_path: Path) -> None:
     idle = ("--vllm-gpu", "3", "--vllm-tensor-parallel-size", "2")
     elsewhere = ("--weight-bridge-mode", "lora_only", "--num-inference-nodes", "2", "--vllm-host", "other")

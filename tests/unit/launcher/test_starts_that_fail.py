@@ -245,6 +245,23 @@ def test_an_environment_of_which_nothing_is_known_is_not_refused(tmp_path: Path)
             check.refuse_unusable(limit_seconds=1.0)
 
 
+def test_the_settings_that_another_environment_ignores_are_named_once_it_has_answered(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("env: {server: arithmetic_server.py, task: chain, group-size: 4}\n")
+    argv = ["--config", str(file), "--model-name", "tiny/chain", "--run-dir", str(tmp_path / "run")]
+    launch = plan_launch(read_settings([*argv, "--env", "dataset_server.py"]))
+    with EnvironmentCheck(launch.settings, dry_plan(launch)) as check:
+        (unanswered,) = check.remarks(tmp_path)
+        check.refuse_unusable(limit_seconds=60.0)
+        (told,) = check.remarks(tmp_path)
+    used = "dataset_server.py used settings written for arithmetic_server.py; "
+    assert unanswered == f"{used}{tmp_path}/environment.log names those that it ignored"
+    assert told == f"{used}ignored: task"
+    launch = plan_launch(read_settings(argv))
+    with EnvironmentCheck(launch.settings, dry_plan(launch)) as check:
+        assert check.remarks(tmp_path) == []
+
+
 def test_a_home_directory_of_nobody_is_a_model_that_is_not_there() -> None:
     with pytest.raises(ModelNotFound, match="--model-name ~nobody-of-that-name/model: no such directory"):
         require_model("~nobody-of-that-name/model")

@@ -82,6 +82,22 @@ def test_five_batches_without_differences_are_a_flat_reward() -> None:
     assert found == [[], [], [], [], ["flat_reward"], [], []]
 
 
+def test_five_batches_with_hardly_a_signal_are_reported_and_one_with_a_signal_begins_anew() -> None:
+    monitor = HealthMonitor()
+    shares = [0.94, 0.97, 0.9, 0.94, 0.8, 0.94, 0.94, 1.0, 0.94, 0.94, 0.9]
+    events = [monitor.check(step, HEALTHY | {names.NO_SIGNAL_FRACTION: share}) for step, share in enumerate(shares)]
+    assert [[event.sign for event in found] for found in events] == [*[[]] * 9, ["no_signal"], []]
+    (event,) = events[9]
+    assert event.value == pytest.approx(0.952)
+    assert "larger --env.group_size" in event.advice
+
+
+def test_batches_without_any_signal_are_one_sign_and_not_two() -> None:
+    monitor = HealthMonitor()
+    flat = HEALTHY | {names.TRAIN_SKIPPED: 1.0, names.NO_SIGNAL_FRACTION: 1.0}
+    assert [signs(monitor, step, flat) for step in range(6)] == [*[[]] * 4, ["flat_reward"], []]
+
+
 def test_steps_that_are_skipped_for_length_are_not_a_flat_reward() -> None:
     monitor = HealthMonitor()
     skipped = {names.TRAIN_SKIPPED: 1.0, names.NO_SIGNAL_FRACTION: 0.0, names.SEQUENCES: 4.0}
@@ -110,7 +126,7 @@ def test_metrics_that_a_step_does_not_have_are_not_a_sign() -> None:
 
 
 def test_every_sign_is_tried_here() -> None:
-    assert {sign for sign, _ in AT_ONCE} | {"flat_reward", "reward_drop", "rate_drop"} == set(sign_names())
+    assert {sign for sign, _ in AT_ONCE} | {"flat_reward", "no_signal", "reward_drop", "rate_drop"} == set(sign_names())
     assert len(sign_table()) == len(set(sign_names()))
 
 
