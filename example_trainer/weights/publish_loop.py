@@ -176,7 +176,7 @@ class ParityCheck:
         max_model_len: int,
         compare_with: Compare | None = None,
     ) -> None:
-        """Compare the logprobs of both sides; raise `ProofFailed` if they differ. See `prove` for `compare_with`."""
+        """Compare the logprobs of both sides; raise `ProofFailed` if they differ twice, see `prove` for the rest."""
 
         def attempt(limit: Difference | None) -> Agreement:
             return prove(
@@ -191,13 +191,13 @@ class ParityCheck:
 
         try:
             agreement = attempt(self.limit)
-        except ProofFailed:
-            if self.limit is None:
-                raise
+        except ProofFailed as error:
             # Rounding grows with the logits, and one of 2,048 sampled tokens may be ill-conditioned: one sound run was
-            # off by 2.2e-4 at most where the first weights' limit was 1.4e-4. Under `auto` the limit is measured again,
-            # with the module, which nothing else uses then (`auto` excludes --overlap-publish); otherwise the check is
-            # repeated with new tokens.
+            # off by 2.2e-4 at most where the first weights' limit was 1.4e-4, and one demo of hundreds ended at its
+            # first publish with 1.14e-4 for 1.0e-4. Under `auto` the limit is measured again, with the module, which
+            # nothing else uses then (`auto` excludes --overlap-publish); otherwise the check is repeated with new
+            # tokens. Wrong weights fail again.
+            logger.warning("the check is repeated with other tokens: %s", error)
             agreement = attempt(None if self.every is None else self.limit)
         self.limit = agreement.limit
         self.proven.add(boot_id)
