@@ -203,8 +203,8 @@ async def _stream(context: AppContext, after: int) -> AsyncIterator[bytes]:
         # 0 asks for all events that are still known, so none can be missed.
         lot = _encode_missed(after) if after and log.has_forgotten(after) else b""
         lot += b"".join(map(_encode, log.after(after)))
-        # A caller that has just changed something sees it in the first status.
-        after, sent = log.last_id, context.shared_status(newest=sent is NO_STATUS)
+        # A caller that has just changed something sees it in the first status, and no status is older than its events.
+        after, sent = log.last_id, context.shared_status(newest=sent is NO_STATUS or bool(lot))
         yield lot + _encode_status(sent, after)
         quiet_since = time.monotonic()
         while not await _has_news(context, sent):
