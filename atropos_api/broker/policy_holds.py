@@ -38,9 +38,9 @@ class PolicyHolds:
         return self._describe(run, row)
 
     def bound_leases(self) -> None:
-        """Let no lease of before this start last longer than a new one may, or, if it began in the future, than it was.
+        """Shorten the leases that a broker before this one granted, if the machine's clock has been set back since.
 
-        Its end is a time of day: if the machine's clock has been set back since, the trainer would wait for days.
+        The end of a lease is a time of day, so the trainer would wait for days. None lasts longer than a new one may.
         """
         run = self._state.runs.open
         if run is not None:

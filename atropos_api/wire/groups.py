@@ -51,7 +51,7 @@ MOST_MASK_TOKENS: Final = 255
 """Most tokens of a sampling mask. A wider one would cost the trainer more memory than the token's ratio is worth."""
 MOST_TEACHER_TOKENS: Final = 1024
 """Most tokens that a teacher names at a position. A trainer holds as many for every token of the batch: one position
-with 150,000 took 1 MB here and gigabytes there, again after each resume."""
+with 150,000, which is 1 MB here, would be gigabytes there, again after each resume."""
 
 ABSENT: Final = "absent"
 """Key of `overrides`, true for the row of a rollout without which its group was closed: not trained and not counted."""

@@ -118,7 +118,7 @@ class Column {
 
   async testCase() {
     const text = JSON.stringify(await this.asTestCase(), null, 1);
-    const box = h("div", { class: "test-case" }, h("p", { class: "note" }, "The sequence as it was trained: prompt, completion, messages, tokens, masks, logprobs and score. The reference answer is not in it, but in the environment's data."), copyable(text, "Test case as JSON"));
+    const box = h("div", { class: "test-case" }, h("p", { class: "note" }, "The sequence as it was trained: prompt, completion, messages, tokens, masks, logprobs and score. The reference answer is not in it, but among the other fields of the group, if its environment sends one."), copyable(text, "Test case as JSON"));
     const old = this.element.querySelector(".test-case");
     if (old) old.remove();
     else this.element.querySelector(".actions").after(box);
