@@ -1,7 +1,7 @@
 """Clients of the broker for environments and trainers: a blocking and an async one over one table of calls.
 
-In reading order: `calls` (each call as data, and what may go wrong), `blocking`, `asynchronous`, `events` (the event
-stream). It may import `wire`, `errors` and `common`.
+In reading order: `calls` (each call as data, and its errors), `connection` (the token, and when to repeat a call),
+`blocking`, `asynchronous`, `events` (the event stream). It may import `wire`, `errors` and `common`.
 """
 
 from atropos_api.client.asynchronous import AsyncBrokerClient

@@ -1,47 +1,45 @@
 """The broker's calls as data: the request to send, the reading of its answer, and the errors to handle.
 
-Both clients are loops around these functions. `BearerAuth` sends the broker's token in each request's header; if the
-token comes from a file, it is the newest one there.
+Each method of the clients sends the call of the same name of `Calls`.
 """
 
 from __future__ import annotations
 
-import ssl
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from functools import partial
+from typing import Any, Final, Generic, TypeVar
 
 import httpx
 import msgspec
 
-from atropos_api.common.concurrency import Wait
 from atropos_api.common.errors import AtroposError
-from atropos_api.common.identity import find_host_error
-from atropos_api.common.secrets import TokenSource
 from atropos_api.wire.columns import MEDIA_TYPE, VERSION
 from atropos_api.wire.columns_groups import NotColumnar, decode_batch, encode_submission
-from atropos_api.wire.fleets import FleetReport, ScaleRequest
+from atropos_api.wire.fleets import Fleet, FleetLease, FleetReport, FleetSet, ScaleRequest
 from atropos_api.wire.groups import Batch, Form, Group
 from atropos_api.wire.messages import (
     CommitRequest,
     DropReport,
+    EnvironmentInfo,
     EnvironmentRequest,
     FinishRequest,
+    Hold,
     HoldRequest,
+    ItemLease,
     ItemRequest,
+    Pacing,
+    PolicyState,
     PolicyUpdate,
+    RunInfo,
     RunRequest,
     Submission,
-    decode_problem,
+    SubmitAnswer,
 )
 from atropos_api.wire.reports import EnvironmentActivity, RunReport, TokenReport
-from atropos_api.wire.servers import ServerReport
+from atropos_api.wire.servers import InferenceServer, ServerLease, ServerReport, ServerSet
 
 AnswerT = TypeVar("AnswerT")
-RETRIED_STATUSES: Final = frozenset({502, 503, 504})
-FIRST_DELAY_SECONDS: Final = 0.05
-LONGEST_DELAY_SECONDS: Final = 2.0
-READY_POLL_SECONDS: Final = 0.25
 JSON: Final = "application/json"
 COLUMNS: Final = f"{MEDIA_TYPE}; version={VERSION}"
 ACCEPTED: Final = {"json": JSON, "columns": f"{COLUMNS}, {JSON}; q=0.5"}
@@ -50,276 +48,255 @@ _encoder = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """One request. `repeatable`: after a lost answer it may be sent again without doing the thing twice."""
+class Call(Generic[AnswerT]):
+    """One request. `repeatable`: after a lost answer it may be sent again without doing the thing twice. `has_form`:
+    its body has the client's form, which an older broker may not know.
+    """
 
     method: str
     path: str
+    read: Callable[[httpx.Response], AnswerT]
     params: dict[str, str] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
     content: bytes | None = None
     extra_seconds: float = 0.0
     repeatable: bool = True
+    has_form: bool = False
 
 
-def tls_of(url: str) -> ssl.SSLContext | bool:
-    """Return the certificates to trust at this address: `$SSL_CERT_FILE` or `$SSL_CERT_DIR`, else those of httpx.
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The calls of a client. `form` is the form of its groups and batches."""
 
-    Reading them costs more than a call, so they are not read for plain HTTP.
-    """
-    return httpx.create_ssl_context() if url.startswith("https:") else False
+    form: Form = "columns"
+
+    def begin_run(self, request: RunRequest) -> Call[RunInfo]:
+        content = _encoder.encode(request)
+        return Call(method="POST", path="/v1/runs", content=content, read=_answer(RunInfo), repeatable=False)
+
+    def finish_run(self, run_id: str, *, epoch: int) -> Call[None]:
+        """End the run and ask its environments to stop. Refused if another trainer took it over meanwhile."""
+        body = _encoder.encode(FinishRequest(epoch=epoch))
+        return Call(method="POST", path=f"/v1/runs/{run_id}/finish", content=body, read=_no_answer)
+
+    def get_batch(
+        self,
+        number: int,
+        *,
+        run_id: str,
+        epoch: int,
+        wait_seconds: float = 30.0,
+        rank: int = 0,
+        world_size: int = 1,
+        arrays: bool = False,
+    ) -> Call[Batch | None]:
+        """Return batch `number`, the same each time until it is committed; None if it did not form in time.
+
+        With `arrays`, rows of numbers that came in columns are read-only numpy arrays, made without a copy.
+        """
+        params = {"run_id": run_id, "epoch": str(epoch), "wait": str(wait_seconds)}
+        if world_size != 1:
+            params |= {"rank": str(rank), "world_size": str(world_size)}
+        return Call(
+            method="GET",
+            path=f"/v1/batches/{number}",
+            params=params,
+            headers={"Accept": ACCEPTED[self.form]},
+            read=partial(_batch, arrays=arrays),
+            extra_seconds=wait_seconds,
+        )
+
+    def commit(self, number: int, *, run_id: str, epoch: int) -> Call[None]:
+        """Declare that a checkpoint covers everything up to `number`; the broker may forget it."""
+        body = _encoder.encode(CommitRequest(run_id=run_id, epoch=epoch))
+        return Call(method="POST", path=f"/v1/batches/{number}/commit", content=body, read=_no_answer)
+
+    def update_policy(self, update: PolicyUpdate) -> Call[PolicyState]:
+        """Announce a publish that succeeded. `held_seconds` in the answer: for how long to publish no other.
+
+        A version announced while an evaluation holds the policy is accepted all the same, because servers have it
+        already; the evaluation learns that its version was not kept. To respect holds, ask `get_policy` before
+        publishing.
+        """
+        return Call(method="PUT", path="/v1/policy", content=_encoder.encode(update), read=_answer(PolicyState))
+
+    def get_policy(
+        self, *, run_id: str | None = None, epoch: int | None = None, wait_seconds: float = 0.0
+    ) -> Call[PolicyState]:
+        """Return the published policy; with `wait_seconds`, once no hold is left, at the latest after that time."""
+        params = {"wait": str(wait_seconds)}
+        if run_id is not None:
+            params["run_id"] = run_id
+        if epoch is not None:
+            params["epoch"] = str(epoch)
+        path = "/v1/policy"
+        return Call(method="GET", path=path, params=params, read=_answer(PolicyState), extra_seconds=wait_seconds)
+
+    def hold_policy(self, seconds: float, *, hold_id: str | None = None, reason: str = "") -> Call[Hold]:
+        """Ask the trainer to publish no other version for so long (600 s at most); with `hold_id`, renew that lease."""
+        body = _encoder.encode(HoldRequest(seconds=seconds, hold_id=hold_id, reason=reason))
+        # A lost answer leaves a lease whose id no client knows, so only a renewal may be repeated.
+        repeatable = hold_id is not None
+        return Call(method="POST", path="/v1/policy/hold", content=body, read=_answer(Hold), repeatable=repeatable)
+
+    def release_policy(self, hold_id: str) -> Call[Hold]:
+        """Release a lease; `kept` says whether the version stayed the published one until now."""
+        return Call(method="DELETE", path=f"/v1/policy/hold/{hold_id}", read=_answer(Hold), repeatable=False)
+
+    def register_environment(self, request: EnvironmentRequest) -> Call[EnvironmentInfo]:
+        content = _encoder.encode(request)
+        return Call(method="POST", path="/v1/environments", content=content, read=_answer(EnvironmentInfo))
+
+    def leave(self, environment_id: int) -> Call[None]:
+        """Disconnect the environment: its weight and minimum no longer count until it calls again."""
+        return Call(method="DELETE", path=f"/v1/environments/{environment_id}", read=_no_answer)
+
+    def heartbeat(
+        self, environment_id: int, *, revision: int | None = None, wait_seconds: float = 0.0, process: str = ""
+    ) -> Call[Pacing]:
+        """Return the pacing now, or as soon as it is no longer `revision`, at the latest after `wait_seconds`."""
+        params = {"wait": str(wait_seconds)}
+        if process:
+            params["process"] = process
+        if revision is not None:
+            params["revision"] = str(revision)
+        path = f"/v1/environments/{environment_id}/heartbeat"
+        return Call(method="PUT", path=path, params=params, read=_answer(Pacing), extra_seconds=wait_seconds)
+
+    def report_dropped(self, environment_id: int, report: DropReport) -> Call[None]:
+        """Report how many groups the environment dropped so far, and why."""
+        path = f"/v1/environments/{environment_id}/dropped"
+        return Call(method="PUT", path=path, content=_encoder.encode(report), read=_no_answer)
+
+    def report_activity(self, environment_id: int, report: EnvironmentActivity) -> Call[None]:
+        """Report what the environment is doing, for the page."""
+        path = f"/v1/environments/{environment_id}/activity"
+        return Call(method="PUT", path=path, content=_encoder.encode(report), read=_no_answer)
+
+    def report_run(self, run_id: str, report: RunReport) -> Call[None]:
+        """Report steps, signs of trouble and the state of the trainer, for the page; repeating it is harmless."""
+        return Call(method="POST", path=f"/v1/runs/{run_id}/metrics", content=_encoder.encode(report), read=_no_answer)
+
+    def report_tokens(self, run_id: str, number: int, report: TokenReport) -> Call[None]:
+        """Report the trainer's values of the tokens of a batch, for the page."""
+        path = f"/v1/runs/{run_id}/batches/{number}/tokens"
+        return Call(method="PUT", path=path, content=_encoder.encode(report), read=_no_answer)
+
+    def lease_items(self, environment_id: int, request: ItemRequest) -> Call[ItemLease]:
+        """Report what became of leased items and lease others; a repeated call gets the same answer."""
+        path = f"/v1/environments/{environment_id}/items"
+        return Call(method="POST", path=path, content=_encoder.encode(request), read=_answer(ItemLease))
+
+    def submit(
+        self, environment_id: int, groups: Sequence[Group], *, idempotency_key: str, run_id: str | None = None
+    ) -> Call[SubmitAnswer]:
+        """Submit groups, for the open run or for `run_id`; repeating the call with the same key is harmless."""
+        try:
+            body, media_type = _encode_submission(environment_id, groups, self.form)
+        except (TypeError, ValueError, RecursionError) as error:  # an object, half a surrogate pair, a loop
+            raise GroupNotEncodable(f"the group holds what JSON cannot ({type(error).__name__}: {error})") from error
+        return Call(
+            method="POST",
+            path="/v1/groups",
+            params={} if run_id is None else {"run_id": run_id},
+            headers={"Idempotency-Key": idempotency_key, "Content-Type": media_type},
+            content=body,
+            read=_answer(SubmitAnswer),
+            has_form=self.form != "json",
+        )
+
+    def renew_server(
+        self, server_id: str, report: ServerReport, *, state: str | None = None, wait_seconds: float = 0.0
+    ) -> Call[ServerLease]:
+        """Register an inference server or renew its lease; answered once its state is not `state`, or after
+        `wait_seconds`.
+
+        The lease counts from the moment at which the broker takes the call, so a caller that is not told that moment
+        counts it from before the call.
+        """
+        params = {"wait": str(wait_seconds)} if state is None else {"wait": str(wait_seconds), "state": state}
+        return Call(
+            method="PUT",
+            path=f"/v1/servers/{server_id}",
+            params=params,
+            content=_encoder.encode(report),
+            read=_answer(ServerLease),
+            extra_seconds=wait_seconds,
+        )
+
+    def get_servers(
+        self, policy: str | None = None, *, answering: bool = False, since: int | None = None, wait_seconds: float = 0.0
+    ) -> Call[ServerSet]:
+        """Return the registered inference servers, of one policy or all; with `answering` only those that answer
+        requests. With `since`, once the set's epoch is another, at the latest after `wait_seconds`.
+        """
+        params = {"wait": str(wait_seconds), "answering": "true" if answering else "false"}
+        if policy is not None:
+            params["policy"] = policy
+        if since is not None:
+            params["since"] = str(since)
+        return Call(
+            method="GET",
+            path="/v1/servers",
+            params=params,
+            # Compressed once for all who follow the set, which has a few hundred bytes a server.
+            headers={"Accept-Encoding": "gzip"},
+            read=_answer(ServerSet),
+            extra_seconds=wait_seconds,
+        )
+
+    def drain_server(self, server_id: str) -> Call[InferenceServer]:
+        """Let a server end the requests that it runs, take no new one, and leave."""
+        return Call(method="POST", path=f"/v1/servers/{server_id}/drain", read=_answer(InferenceServer))
+
+    def remove_server(self, server_id: str, *, lease_id: str | None = None) -> Call[None]:
+        """End a server's lease; with `lease_id`, only that one."""
+        params = {} if lease_id is None else {"lease_id": lease_id}
+        return Call(method="DELETE", path=f"/v1/servers/{server_id}", params=params, read=_no_answer)
+
+    def renew_fleet(self, fleet_id: str, report: FleetReport) -> Call[FleetLease]:
+        """Report on a launcher's inference servers, and return how many are wanted."""
+        content = _encoder.encode(report)
+        return Call(method="PUT", path=f"/v1/fleets/{fleet_id}", content=content, read=_answer(FleetLease))
+
+    def get_fleets(self) -> Call[FleetSet]:
+        """Return the inference servers that launchers start, by launcher."""
+        return Call(method="GET", path="/v1/fleets", read=_answer(FleetSet))
+
+    def scale_fleet(self, fleet_id: str, wanted: int, *, wait_seconds: float = 0.0) -> Call[Fleet]:
+        """Ask for another number of servers; answered once the launcher follows, at the latest after `wait_seconds`."""
+        return Call(
+            method="PUT",
+            path=f"/v1/fleets/{fleet_id}/wanted",
+            params={"wait": str(wait_seconds)},
+            content=_encoder.encode(ScaleRequest(wanted=wanted)),
+            read=_answer(Fleet),
+            extra_seconds=wait_seconds,
+        )
+
+    def remove_fleet(self, fleet_id: str, *, launcher_id: str) -> Call[None]:
+        """End the lease of a launcher that ends."""
+        params = {"launcher_id": launcher_id}
+        return Call(method="DELETE", path=f"/v1/fleets/{fleet_id}", params=params, read=_no_answer)
+
+    def status(self) -> Call[dict[str, Any]]:
+        return Call(method="GET", path="/v1/status", read=_answer(dict[str, Any]))
 
 
-def default_headers() -> dict[str, str]:
-    # Compressing for a loopback peer costs more than the bytes it saves.
-    return {"Accept-Encoding": "identity", "Content-Type": JSON}
+def _answer(kind: type[AnswerT]) -> Callable[[httpx.Response], AnswerT]:
+    return lambda response: msgspec.json.decode(response.content, type=kind)
 
 
-def begin_run(request: RunRequest) -> Call:
-    return Call(method="POST", path="/v1/runs", content=_encoder.encode(request), repeatable=False)
+def _no_answer(_: httpx.Response) -> None:
+    return None
 
 
-def finish_run(run_id: str, *, epoch: int) -> Call:
-    body = _encoder.encode(FinishRequest(epoch=epoch))
-    return Call(method="POST", path=f"/v1/runs/{run_id}/finish", content=body)
-
-
-def get_batch(
-    number: int, *, run_id: str, epoch: int, wait_seconds: float, rank: int, world_size: int, form: Form
-) -> Call:
-    params = {"run_id": run_id, "epoch": str(epoch), "wait": str(wait_seconds)}
-    if world_size != 1:
-        params |= {"rank": str(rank), "world_size": str(world_size)}
-    headers = {"Accept": ACCEPTED[form]}
-    return Call(method="GET", path=f"/v1/batches/{number}", params=params, headers=headers, extra_seconds=wait_seconds)
-
-
-def commit(number: int, *, run_id: str, epoch: int) -> Call:
-    body = _encoder.encode(CommitRequest(run_id=run_id, epoch=epoch))
-    return Call(method="POST", path=f"/v1/batches/{number}/commit", content=body)
-
-
-def update_policy(update: PolicyUpdate) -> Call:
-    return Call(method="PUT", path="/v1/policy", content=_encoder.encode(update))
-
-
-def get_policy(*, run_id: str | None, epoch: int | None, wait_seconds: float) -> Call:
-    params = {"wait": str(wait_seconds)}
-    if run_id is not None:
-        params["run_id"] = run_id
-    if epoch is not None:
-        params["epoch"] = str(epoch)
-    return Call(method="GET", path="/v1/policy", params=params, extra_seconds=wait_seconds)
-
-
-def hold_policy(request: HoldRequest) -> Call:
-    # A lost answer leaves a lease whose id no client knows, so only a renewal may be repeated.
-    repeatable = request.hold_id is not None
-    return Call(method="POST", path="/v1/policy/hold", content=_encoder.encode(request), repeatable=repeatable)
-
-
-def release_policy(hold_id: str) -> Call:
-    return Call(method="DELETE", path=f"/v1/policy/hold/{hold_id}", repeatable=False)
-
-
-def register_environment(request: EnvironmentRequest) -> Call:
-    return Call(method="POST", path="/v1/environments", content=_encoder.encode(request))
-
-
-def leave(environment_id: int) -> Call:
-    return Call(method="DELETE", path=f"/v1/environments/{environment_id}")
-
-
-def heartbeat(environment_id: int, *, revision: int | None, wait_seconds: float, process: str = "") -> Call:
-    params = {"wait": str(wait_seconds)}
-    if process:
-        params["process"] = process
-    if revision is not None:
-        params["revision"] = str(revision)
-    path = f"/v1/environments/{environment_id}/heartbeat"
-    return Call(method="PUT", path=path, params=params, extra_seconds=wait_seconds)
-
-
-def report_dropped(environment_id: int, report: DropReport) -> Call:
-    path = f"/v1/environments/{environment_id}/dropped"
-    return Call(method="PUT", path=path, content=_encoder.encode(report))
-
-
-def report_activity(environment_id: int, report: EnvironmentActivity) -> Call:
-    path = f"/v1/environments/{environment_id}/activity"
-    return Call(method="PUT", path=path, content=_encoder.encode(report))
-
-
-def report_run(run_id: str, report: RunReport) -> Call:
-    return Call(method="POST", path=f"/v1/runs/{run_id}/metrics", content=_encoder.encode(report))
-
-
-def report_tokens(run_id: str, number: int, report: TokenReport) -> Call:
-    return Call(method="PUT", path=f"/v1/runs/{run_id}/batches/{number}/tokens", content=_encoder.encode(report))
-
-
-def lease_items(environment_id: int, request: ItemRequest) -> Call:
-    path = f"/v1/environments/{environment_id}/items"
-    return Call(method="POST", path=path, content=_encoder.encode(request))
-
-
-def submit(
-    environment_id: int, groups: Sequence[Group], *, idempotency_key: str, run_id: str | None, form: Form
-) -> Call:
-    try:
-        body, media_type = _encode_submission(environment_id, groups, form)
-    except (TypeError, ValueError, RecursionError) as error:  # an object, half a surrogate pair, a loop
-        raise GroupNotEncodable(f"the group holds what JSON cannot ({type(error).__name__}: {error})") from error
-    headers = {"Idempotency-Key": idempotency_key, "Content-Type": media_type}
-    params = {} if run_id is None else {"run_id": run_id}
-    return Call(method="POST", path="/v1/groups", params=params, content=body, headers=headers)
-
-
-def renew_server(server_id: str, report: ServerReport, *, state: str | None, wait_seconds: float) -> Call:
-    params = {"wait": str(wait_seconds)} if state is None else {"wait": str(wait_seconds), "state": state}
-    return Call(
-        method="PUT",
-        path=f"/v1/servers/{server_id}",
-        params=params,
-        content=_encoder.encode(report),
-        extra_seconds=wait_seconds,
-    )
-
-
-def get_servers(policy: str | None, *, answering: bool, since: int | None, wait_seconds: float) -> Call:
-    params = {"wait": str(wait_seconds), "answering": "true" if answering else "false"}
-    if policy is not None:
-        params["policy"] = policy
-    if since is not None:
-        params["since"] = str(since)
-    # Compressed once for all who follow the set, which has a few hundred bytes a server.
-    headers = {"Accept-Encoding": "gzip"}
-    return Call(method="GET", path="/v1/servers", params=params, headers=headers, extra_seconds=wait_seconds)
-
-
-def drain_server(server_id: str) -> Call:
-    return Call(method="POST", path=f"/v1/servers/{server_id}/drain")
-
-
-def remove_server(server_id: str, *, lease_id: str | None) -> Call:
-    params = {} if lease_id is None else {"lease_id": lease_id}
-    return Call(method="DELETE", path=f"/v1/servers/{server_id}", params=params)
-
-
-def renew_fleet(fleet_id: str, report: FleetReport) -> Call:
-    return Call(method="PUT", path=f"/v1/fleets/{fleet_id}", content=_encoder.encode(report))
-
-
-def get_fleets() -> Call:
-    return Call(method="GET", path="/v1/fleets")
-
-
-def scale_fleet(fleet_id: str, wanted: int, *, wait_seconds: float) -> Call:
-    return Call(
-        method="PUT",
-        path=f"/v1/fleets/{fleet_id}/wanted",
-        params={"wait": str(wait_seconds)},
-        content=_encoder.encode(ScaleRequest(wanted=wanted)),
-        extra_seconds=wait_seconds,
-    )
-
-
-def remove_fleet(fleet_id: str, *, launcher_id: str) -> Call:
-    return Call(method="DELETE", path=f"/v1/fleets/{fleet_id}", params={"launcher_id": launcher_id})
-
-
-def status() -> Call:
-    return Call(method="GET", path="/v1/status")
-
-
-def readiness() -> Call:
-    return Call(method="GET", path="/readyz")
-
-
-def read_batch(response: httpx.Response, *, arrays: bool) -> Batch | None:
+def _batch(response: httpx.Response, *, arrays: bool) -> Batch | None:
     if response.status_code == 204:
         return None
     if response.headers.get("Content-Type", "").startswith(MEDIA_TYPE):
         return decode_batch(response.content, arrays=arrays)
     return msgspec.json.decode(response.content, type=Batch)
-
-
-def read_answer(response: httpx.Response, kind: type[AnswerT]) -> AnswerT:
-    return msgspec.json.decode(response.content, type=kind)
-
-
-def wants_json(refused: BrokerRefused, form: Form) -> bool:
-    """Return True if the broker refused the form of the body, and not its contents."""
-    return form != "json" and refused.status in {406, 415}
-
-
-def raise_for_problem(response: httpx.Response) -> None:
-    """Raise the error class that belongs to an unsuccessful answer."""
-    if response.is_success:
-        return
-    refused = BrokerRefused(decode_problem(response.content), response.status_code)
-    if refused.kind == "run-superseded":
-        raise RunSuperseded(refused.problem, refused.status)
-    if refused.kind == "batch-committed":
-        raise BatchCommitted(refused.problem, refused.status)
-    is_missing = refused.status == httpx.codes.NOT_FOUND and refused.kind not in {"unknown-server", "unknown-fleet"}
-    if is_missing and "/v1/servers" in response.url.path:
-        detail = f"{response.url} is not a route of this broker: its release has no registry of inference servers"
-        raise BrokerRefused({"detail": f"{detail}; upgrade it, or name servers by address"}, refused.status)
-    if is_missing and "/v1/fleets" in response.url.path:
-        detail = f"{response.url} is not a route of this broker: its release cannot scale; upgrade it"
-        raise BrokerRefused({"detail": detail}, refused.status)
-    raise refused
-
-
-def should_retry(call: Call, failure: httpx.Response | httpx.TransportError) -> bool:
-    """Return True for connection errors and gateway statuses, if the call is repeatable or never reached the broker."""
-    if isinstance(failure, httpx.Response):
-        # With 503 the broker itself states that nothing was kept.
-        return failure.status_code == 503 or (failure.status_code in RETRIED_STATUSES and call.repeatable)
-    if isinstance(failure, httpx.UnsupportedProtocol) or find_host_error(failure) is not None:
-        return False
-    return call.repeatable or isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
-
-
-def settle(url: str, outcome: httpx.Response | httpx.TransportError, *, waited_seconds: float) -> httpx.Response:
-    """Return the response if it is a success; raise the matching error for everything else."""
-    if isinstance(outcome, httpx.Response):
-        raise_for_problem(outcome)
-        return outcome
-    raise unreachable(url, outcome, waited_seconds=waited_seconds) from outcome
-
-
-def retry_delay(attempt: int, failure: httpx.Response | httpx.TransportError) -> float:
-    """Return the delay: doubling from 50 ms to 2 s, or what the broker asks for in `Retry-After`."""
-    if isinstance(failure, httpx.Response):
-        asked = failure.headers.get("Retry-After", "")
-        if asked.isdigit():
-            return float(asked)
-    return min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0**attempt)
-
-
-def unreachable(url: str, error: Exception | None, *, waited_seconds: float) -> BrokerUnreachable | BrokerHostUnknown:
-    """Return the error for a broker that does not answer; a host name that does not resolve has its own class."""
-    if isinstance(error, httpx.UnsupportedProtocol):
-        return BrokerHostUnknown(f"the broker's URL {url} does not begin with http:// or https://; try http://{url}")
-    host_error = find_host_error(error)
-    if host_error is not None:
-        host = httpx.URL(url).host
-        return BrokerHostUnknown(f"the broker's host {host!r} cannot be resolved ({host_error}); check the URL {url}")
-    reason = f": {type(error).__name__} {error}".rstrip() if error is not None else ""
-    return BrokerUnreachable(
-        f"Atropos API not reachable at {url} after {waited_seconds:.0f} s{reason}; is run-api running there?"
-    )
-
-
-def report_wait(wait: Wait, url: str, error: Exception, on_wait: Callable[[str], None] | None) -> None:
-    """Raise if the wait for the broker at `url` is over or useless; else pass a line to `on_wait` if one is due."""
-    failure = unreachable(url, error, waited_seconds=wait.seconds)
-    if isinstance(failure, BrokerHostUnknown) or wait.is_over:
-        raise failure
-    if on_wait is not None and wait.has_line():
-        on_wait(f"waiting for the broker at {url} ({wait.seconds:.0f} s): {error}")
 
 
 def _encode_submission(environment_id: int, groups: Sequence[Group], form: Form) -> tuple[bytes, str]:
@@ -365,41 +342,3 @@ class RunSuperseded(BrokerRefused):
 
 class BatchCommitted(BrokerRefused):
     """The requested batch is already covered by a checkpoint and no longer stored."""
-
-
-UNAUTHORIZED: Final = 401
-
-
-class BearerAuth(httpx.Auth):
-    """The authentication by bearer token: it sends `Authorization: Bearer <token>` with each request.
-
-    It repeats a refused request if the token's file has a new one.
-    """
-
-    def __init__(self, token: str | TokenSource | None) -> None:
-        self._source = token if isinstance(token, TokenSource) else TokenSource(token)
-        self._was_accepted = False
-
-    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        self._sign(request)
-        response = yield request
-        if response.status_code == UNAUTHORIZED and self._source.reload():
-            self._sign(request)
-            yield request
-
-    def note(self, outcome: httpx.Response | httpx.TransportError) -> None:
-        """Remember that the broker has accepted this source's token for a call, if `outcome` is a success."""
-        if isinstance(outcome, httpx.Response) and outcome.is_success:
-            self._was_accepted = True
-
-    def awaits_replacement(self, outcome: httpx.Response | httpx.TransportError) -> bool:
-        """Return True if the broker may have read a new token before this process can.
-
-        A changed file becomes visible later on another host.
-        """
-        refused = isinstance(outcome, httpx.Response) and outcome.status_code == UNAUTHORIZED
-        return refused and self._was_accepted and self._source.file is not None
-
-    def _sign(self, request: httpx.Request) -> None:
-        if self._source.value:
-            request.headers["Authorization"] = f"Bearer {self._source.value}"

@@ -15,8 +15,9 @@ from typing import Any, Final
 import httpx
 import msgspec
 
-from atropos_api.client import calls
-from atropos_api.client.calls import BearerAuth, BrokerRefused
+from atropos_api.client import connection
+from atropos_api.client.calls import BrokerRefused
+from atropos_api.client.connection import BearerAuth
 from atropos_api.common.secrets import TokenSource
 
 SILENCE_SECONDS: Final = 40.0
@@ -40,19 +41,21 @@ def watch_events(
     Raises `BrokerUnreachable` or `BrokerHostUnknown` if nothing answers, `BrokerRefused` if the answer is not such a
     stream.
     """
-    headers = calls.default_headers()
+    headers = connection.default_headers()
     if after is not None:
         headers["Last-Event-ID"] = str(after)
     timeout = httpx.Timeout(timeout_seconds, read=SILENCE_SECONDS)
     try:
         with (
-            httpx.Client(timeout=timeout, auth=BearerAuth(token), trust_env=False, verify=calls.tls_of(url)) as client,
+            httpx.Client(
+                timeout=timeout, auth=BearerAuth(token), trust_env=False, verify=connection.tls_of(url)
+            ) as client,
             client.stream("GET", f"{url.rstrip('/')}/v1/events", headers=headers) as response,
         ):
             _check(url, response)
             yield from parse_events(response.iter_lines())
     except (httpx.TransportError, httpx.InvalidURL, socket.gaierror, UnicodeError) as error:
-        raise calls.unreachable(url, error, waited_seconds=0.0) from error
+        raise connection.unreachable(url, error, waited_seconds=0.0) from error
 
 
 def parse_events(lines: Iterable[str]) -> Iterator[ServerEvent]:
@@ -74,7 +77,7 @@ def parse_events(lines: Iterable[str]) -> Iterator[ServerEvent]:
 def _check(url: str, response: httpx.Response) -> None:
     if response.status_code in {401, 403}:
         response.read()
-        calls.raise_for_problem(response)
+        connection.raise_for_problem(response)
     if response.status_code != 200 or not response.headers.get("content-type", "").startswith("text/event-stream"):
         detail = f"{url} answers, but not as a broker does; check host and port"
         raise BrokerRefused({"detail": detail}, response.status_code)

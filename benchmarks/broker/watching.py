@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atropos_api.client import BrokerClient, calls
+from atropos_api.client import BrokerClient
+from atropos_api.client.calls import Calls
 from atropos_api.wire import EnvironmentRequest, Group, RunInfo, RunRequest
 from atropos_api.wire.reports import (
     EnvironmentActivity,
@@ -91,7 +92,7 @@ class Run:
         report = EnvironmentActivity(open_rollouts=4, open_requests=8, slowest=[open_group] * 8, servers=[use])
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.server.port)) as connection:
             for environment in self.environments:
-                call = calls.report_activity(environment, report)
+                call = Calls().report_activity(environment, report)
                 connection.request(call.method, call.path, call.content, {"Content-Type": "application/json"})
                 connection.getresponse().read()
 

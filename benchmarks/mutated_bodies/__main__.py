@@ -27,7 +27,8 @@ import psutil
 import sending
 from sending import Bodies, Stretch
 
-from atropos_api.client import BrokerClient, calls
+from atropos_api.client import BrokerClient
+from atropos_api.client.calls import Calls
 from atropos_api.wire import EnvironmentRequest, Group
 from atropos_api.wire.groups import WIRE_KEYS
 
@@ -118,7 +119,7 @@ def make_bodies(environment_id: int, rng: random.Random) -> Bodies:
         )
         submission = {"environment_id": environment_id, "groups": [item]}
         bodies.append(("/v1/groups", json.dumps(submission).encode(), {"Idempotency-Key": f"mutant {index}"}))
-        call = calls.submit(environment_id, [group], idempotency_key=f"columns {index}", run_id=None, form="columns")
+        call = Calls().submit(environment_id, [group], idempotency_key=f"columns {index}")
         bodies.append((call.path, call.content or b"", call.headers))
     return bodies
 

@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from atropos_api.client import BrokerClient, calls
+from atropos_api.client import BrokerClient
+from atropos_api.client.calls import Calls
 from atropos_api.wire import EnvironmentRequest, Group, PolicyUpdate, RunInfo, RunRequest
 from atropos_api.wire.reports import (
     EnvironmentActivity,
@@ -85,7 +86,7 @@ class DemoRun:
         server = ServerUse(url="http://vllm:9001/v1", open_requests=14, requests=5120)
         usual = {"open_rollouts": 6, "open_requests": 14, "usual_seconds": 6.2, "slowest": [slow], "servers": [server]}
         for environment in self.environments:
-            self.client._send(calls.report_activity(environment, EnvironmentActivity(**(usual | changes))))
+            self.client._send(Calls().report_activity(environment, EnvironmentActivity(**(usual | changes))))
 
 
 def begin_demo(client: BrokerClient, steps: int, *, name: str = "gsm8k-1.5b", batches_dir: str = "") -> DemoRun:

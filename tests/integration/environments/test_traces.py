@@ -3,6 +3,7 @@
 import anyio
 import pytest
 
+from atropos_api.client.calls import Calls
 from atropos_api.common.logs import LogContext
 from atropos_api.common.tracing import open_tracing
 from atropos_api.server.serve import observe
@@ -27,7 +28,7 @@ async def test_item_rollout_group_and_batch_are_one_trace(tokenizer_folder, coll
     fake = make_fake()
     env = make_env(fake, tokenizer_folder)
     app, client = memory_broker()
-    client._form = form
+    client._calls = Calls(form)
     at_broker = open_tracing(collector.endpoint, service="broker")
     observe(app.context.broker, LogContext(), at_broker)
     env.tracing = open_tracing(collector.endpoint, service="environment")

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from atropos_api.client import BrokerRefused
-from atropos_api.client.calls import raise_for_problem
+from atropos_api.client.connection import raise_for_problem
 
 
 def answer(path, status=404, **problem):
