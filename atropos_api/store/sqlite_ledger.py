@@ -14,9 +14,10 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
+from msgspec.structs import astuple
 
 from atropos_api.errors import StoreDamaged, StoreUnavailable
 from atropos_api.store.base import (
@@ -89,6 +90,8 @@ PAGE_BYTES: Final = 1024
 CHECKPOINT_PAGES: Final = 16 * 1024
 """Pages in the write-ahead log from which on it is copied to the database, which waits for the disk."""
 
+RowT = TypeVar("RowT", bound=msgspec.Struct)
+
 encode_row = msgspec.json.Encoder().encode
 
 
@@ -119,18 +122,12 @@ class SqliteLedger:
         (next_seq,) = self._db.execute("SELECT next_seq FROM places").fetchone()
         groups = [group_of_values(row) for row in self._db.execute("SELECT * FROM groups ORDER BY seq")]
         return Snapshot(
-            runs=[msgspec.json.decode(row, type=RunRow) for (row,) in self._db.execute("SELECT row FROM runs")],
-            environments=[
-                msgspec.json.decode(row, type=EnvironmentRow)
-                for (row,) in self._db.execute("SELECT row FROM environments ORDER BY environment_id")
-            ],
+            runs=self._decoded(RunRow, "SELECT row FROM runs"),
+            environments=self._decoded(EnvironmentRow, "SELECT row FROM environments ORDER BY environment_id"),
             groups=groups,
-            keys=[key_of_values(row) for row in self._db.execute("SELECT * FROM keys ORDER BY key_id")],
+            keys=[row_of_values(KeyRow, row) for row in self._db.execute("SELECT * FROM keys ORDER BY key_id")],
             policies=[policy_of_values(row) for row in self._db.execute("SELECT * FROM policies ORDER BY version")],
-            events=[
-                msgspec.json.decode(row, type=Event)
-                for (row,) in self._db.execute("SELECT row FROM events ORDER BY id")
-            ],
+            events=self._decoded(Event, "SELECT row FROM events ORDER BY id"),
             next_seq=max(next_seq, groups[-1].seq + 1) if groups else next_seq,
             unanswered=[seq for (seq,) in self._db.execute("SELECT seq FROM unanswered ORDER BY seq")],
             expected=dict(self._db.execute("SELECT fingerprint, count FROM expected")),
@@ -165,10 +162,10 @@ class SqliteLedger:
         self._execute("INSERT OR REPLACE INTO environments VALUES (?, ?)", (row.environment_id, encode_row(row)))
 
     def put_policy(self, row: PolicyRow) -> None:
-        self._execute("INSERT OR REPLACE INTO policies VALUES (?, ?, ?, ?, ?)", values_of_policy(row))
+        self._execute("INSERT OR REPLACE INTO policies VALUES (?, ?, ?, ?, ?)", astuple(row))
 
     def put_key(self, row: KeyRow) -> None:
-        self._execute("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?, ?)", values_of_key(row))
+        self._execute("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?, ?)", astuple(row))
 
     def forget_keys(self, key_ids: Sequence[int]) -> None:
         with self.transaction():
@@ -281,6 +278,9 @@ class SqliteLedger:
                 "finish its run with that release or begin anew with --fresh"
             )
 
+    def _decoded(self, kind: type[RowT], query: str) -> list[RowT]:
+        return [msgspec.json.decode(row, type=kind) for (row,) in self._db.execute(query)]
+
     def _execute(self, statement: str, values: Sequence[Any] = ()) -> None:
         if not self._depth:
             self._files.require_in_place()
@@ -341,56 +341,20 @@ def _unavailable(error: sqlite3.DatabaseError) -> StoreUnavailable:
 
 
 def values_of_group(row: GroupRow) -> tuple[Any, ...]:
-    return (
-        row.seq,
-        row.run_id,
-        row.env_id,
-        row.size,
-        row.token_count,
-        *row.body,
-        row.received_version,
-        row.oldest_version,
-        row.arrived_at,
-        row.batch,
-        row.key_id,
-        row.form,
-        row.policy,
-    )
+    seq, run_id, env_id, size, token_count, body, *rest = astuple(row)
+    return (seq, run_id, env_id, size, token_count, *body, *rest)
 
 
 def group_of_values(values: Sequence[Any]) -> GroupRow:
-    seq, run_id, env_id, size, token_count, segment, offset, length, received, oldest, arrived_at, *rest = values
-    batch, key_id, form, policy = rest
-    return GroupRow(
-        seq=seq,
-        run_id=run_id,
-        env_id=env_id,
-        size=size,
-        token_count=token_count,
-        body=BodyRef(segment, offset, length),
-        received_version=received,
-        oldest_version=oldest,
-        arrived_at=arrived_at,
-        batch=batch,
-        key_id=key_id,
-        form=form,
-        policy=policy,
-    )
-
-
-def values_of_key(row: KeyRow) -> tuple[Any, ...]:
-    return (row.key_id, row.owner, row.key, row.group_count, row.used_at, row.done_at)
-
-
-def key_of_values(values: Sequence[Any]) -> KeyRow:
-    key_id, owner, key, group_count, used_at, done_at = values
-    return KeyRow(key_id=key_id, owner=owner, key=key, group_count=group_count, used_at=used_at, done_at=done_at)
-
-
-def values_of_policy(row: PolicyRow) -> tuple[Any, ...]:
-    return (row.run_id, row.version, row.step, row.published_at, row.orphaned)
+    seq, run_id, env_id, size, token_count, segment, offset, length, *rest = values
+    return row_of_values(GroupRow, (seq, run_id, env_id, size, token_count, BodyRef(segment, offset, length), *rest))
 
 
 def policy_of_values(values: Sequence[Any]) -> PolicyRow:
-    run_id, version, step, published_at, orphaned = values
-    return PolicyRow(run_id=run_id, version=version, step=step, published_at=published_at, orphaned=bool(orphaned))
+    *others, orphaned = values
+    return row_of_values(PolicyRow, (*others, bool(orphaned)))
+
+
+def row_of_values(kind: type[RowT], values: Sequence[Any]) -> RowT:
+    """Return the row whose fields have these values; a table's columns have the order of the row's fields."""
+    return kind(**dict(zip(kind.__struct_fields__, values, strict=True)))
