@@ -64,25 +64,7 @@ class Environments:
         pacing.
         """
         name = self._free_name(request)
-        known = self._by_name.get(name)
-        row = EnvironmentRow(
-            environment_id=known.environment_id if known else self._next_id(),
-            name=name,
-            display_name=name,
-            group_size=request.group_size,
-            max_token_length=request.max_token_length,
-            weight=request.weight,
-            min_batch_allocation=request.min_batch_allocation,
-            max_batches_offpolicy=request.max_batches_offpolicy,
-            connected=True,
-            registered_at=now,
-            seen_at=now,
-            process=request.process,
-            items=known.items if known else None,
-            former_items=known.former_items if known else (),
-            outcomes=known.outcomes if known else OutcomesRow(),
-        )
-        self._keep(row)
+        row = self._enter(request, now, self._by_name.get(name), name=name, display_name=name)
         self._by_name[row.name] = row
         return row
 
@@ -128,23 +110,8 @@ class Environments:
         namesakes = [row for row in self._rows.values() if row.legacy and row.name == request.name]
         quiet = (row for row in namesakes if not row.connected or now - row.seen_at > LEGACY_QUIET_SECONDS)
         former = next(quiet, None)
-        row = EnvironmentRow(
-            environment_id=former.environment_id if former else self._next_id(),
-            name=request.name,
-            display_name=former.display_name if former else f"{request.name}_{len(namesakes)}",
-            group_size=request.group_size,
-            max_token_length=request.max_token_length,
-            weight=request.weight,
-            min_batch_allocation=request.min_batch_allocation,
-            max_batches_offpolicy=request.max_batches_offpolicy,
-            connected=True,
-            registered_at=now,
-            seen_at=now,
-            outcomes=former.outcomes if former else OutcomesRow(),
-            legacy=True,
-        )
-        self._keep(row)
-        return row
+        display_name = former.display_name if former else f"{request.name}_{len(namesakes)}"
+        return self._enter(request, now, former, name=request.name, display_name=display_name, legacy=True)
 
     def touch(self, row: EnvironmentRow, now: float, run_id: str | None) -> None:
         """Record a sign of life, and the run that the environment takes part in."""
@@ -217,10 +184,39 @@ class Environments:
         row.connected = False
         self._liveness = None
 
-    def _keep(self, row: EnvironmentRow) -> None:
+    def _enter(
+        self,
+        request: EnvironmentRequest,
+        now: float,
+        known: EnvironmentRow | None,
+        *,
+        name: str,
+        display_name: str,
+        legacy: bool = False,
+    ) -> EnvironmentRow:
+        """Record a registration; if the environment is known, it keeps its id, its items and its outcomes."""
+        row = EnvironmentRow(
+            environment_id=known.environment_id if known else self._next_id(),
+            name=name,
+            display_name=display_name,
+            group_size=request.group_size,
+            max_token_length=request.max_token_length,
+            weight=request.weight,
+            min_batch_allocation=request.min_batch_allocation,
+            max_batches_offpolicy=request.max_batches_offpolicy,
+            connected=True,
+            registered_at=now,
+            seen_at=now,
+            process=request.process,
+            items=known.items if known else None,
+            former_items=known.former_items if known else (),
+            outcomes=known.outcomes if known else OutcomesRow(),
+            legacy=legacy,
+        )
         self._ledger.put_environment(row)
         self._liveness = None
         self._rows[row.environment_id] = row
+        return row
 
     def _next_id(self) -> int:
         return max(self._rows, default=-1) + 1

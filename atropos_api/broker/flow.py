@@ -6,6 +6,7 @@ The facts are gathered from the broker's state: what it sees itself, and what th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -238,12 +239,8 @@ def _environment(broker: Broker, row: EnvironmentRow) -> EnvironmentFacts:
         return known
     report = current(found.content, now - found.at)
     available = any(server.available for server in report.servers)
-    return EnvironmentFacts(
-        name=known.name,
-        connected=known.connected,
-        quiet_seconds=known.quiet_seconds,
-        paused_because=known.paused_because,
-        drops=known.drops,
+    return replace(
+        known,
         open_rollouts=report.open_rollouts,
         open_requests=report.open_requests,
         idle_seconds=report.idle_seconds,

@@ -7,7 +7,7 @@ because it holds up other requests.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final
 
@@ -117,9 +117,7 @@ class Rollouts:
             (body,) = self._state.bodies.read([rollout.row.body])
         except StoreDamaged:
             return None
-        return Rollout(
-            rollout.batch, rollout.group, rollout.row, body, rollout.environment, rollout.reports, rollout.rows
-        )
+        return replace(rollout, body=body)
 
 
 def summarise(rollout: Rollout) -> GroupSummary:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -45,10 +46,7 @@ class Trimmer:
     def trim(self) -> None:
         if _resident_bytes() < self._resident_bytes + GROWN_BYTES:
             return
-        try:
-            ctypes.CDLL(None).malloc_trim(0)
-        except (AttributeError, OSError, TypeError):
-            return
+        return_freed_memory()
         self._resident_bytes = _resident_bytes()
 
 
@@ -62,6 +60,5 @@ def _resident_bytes() -> int:
 
 def return_freed_memory() -> None:
     """Return free memory to the system, in about a millisecond; without glibc nothing happens."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
