@@ -13,13 +13,13 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import anyio
 from pydantic import Field
 
 from atropos_api.common import metric_names as names
-from atropos_api.common.concurrency import run_blocking
+from atropos_api.common.concurrency import run_all, run_blocking
 from environments.rewards.gold_check import GoldItem
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, scored_group
 from environments.tasks.arithmetic import (
@@ -116,15 +116,7 @@ class ArithmeticEnv(BaseEnv):
 
     async def evaluate(self, *_: Any, **__: Any) -> None:
         started = time.time()
-        problems = self.held_out
-        samples: list[dict[str, Any]] = [{} for _ in problems]
-
-        async def answer(index: int, problem: Problem | WordProblem) -> None:
-            samples[index] = await self._greedy_answer(problem)
-
-        async with anyio.create_task_group() as answers:
-            for index, problem in enumerate(problems):
-                answers.start_soon(answer, index, problem)
+        samples = await run_all([partial(self._greedy_answer, problem) for problem in self.held_out])
         count = len(samples)
         metrics = {
             names.EVAL_ACCURACY: sum(sample["score"] for sample in samples) / count,

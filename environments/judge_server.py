@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from atropos_api.common import metric_names as names
+from atropos_api.common.concurrency import run_all
 from environments.rewards.gold_check import GoldItem
 from environments.rewards.pairwise import PairwiseReward
 from environments.sdk import APIServerConfig, BaseEnvConfig, EnvironmentsError, ScoredDataGroup, scored_group
@@ -27,7 +28,7 @@ from environments.sdk.config import Address, ServerType
 from environments.sdk.errors import GoldMissing
 from environments.sdk.server_manager import ServerManager
 from environments.tasks.data import Question
-from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, mean, run_all
+from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, mean
 
 KEY_VARIABLE = "ATROPOS_JUDGE_API_KEY"
 COMPARE = """A request was answered twice. Decide which answer serves it better, going by this: {rubric}

@@ -22,6 +22,7 @@ import anyio
 from pydantic import Field, field_validator
 
 from atropos_api.common.cliconfig import nearest
+from atropos_api.common.concurrency import run_all
 from environments.rewards.answers import after_thinking, inside_tag
 from environments.rewards.gold_check import GoldItem
 from environments.sdk import (
@@ -33,7 +34,7 @@ from environments.sdk import (
     scored_group,
 )
 from environments.tasks.data import Question
-from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, run_all
+from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig
 
 SYSTEM_PROMPT = (
     "You solve puzzles. Reason inside <think> </think> first, then give the solution alone inside <answer> </answer>, "

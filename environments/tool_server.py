@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import Field
 
+from atropos_api.common.concurrency import run_all
 from environments.rewards.answers import after_thinking, last_boxed
 from environments.rewards.math import AccuracyReward
 from environments.sandbox.python_tool import PythonTool
@@ -31,7 +32,7 @@ from environments.sdk import (
 from environments.sdk.groups import group_items
 from environments.sdk.progress import note_event
 from environments.tasks.data import Question
-from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, require_room, run_all
+from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, require_room
 
 TOOL = {
     "type": "function",

@@ -28,7 +28,7 @@ from typing import Any, Self
 from pydantic import Field, field_validator
 
 from atropos_api.common import metric_names as names
-from atropos_api.common.concurrency import run_blocking
+from atropos_api.common.concurrency import run_all, run_blocking
 from environments.sdk import (
     APIServerConfig,
     BaseEnv,
@@ -40,7 +40,7 @@ from environments.sdk import (
 )
 from environments.sdk.errors import InferenceRefused
 from environments.sdk.session.openai_client import ManagedServerAdapter
-from environments.tasks.question_env import mean, run_all
+from environments.tasks.question_env import mean
 
 PIP_LINE = "pip install 'verifiers>=0.1.12,<0.3'"
 TOO_LONG = ("context length", "maximum model length", "max_model_len")

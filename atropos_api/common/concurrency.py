@@ -1,8 +1,9 @@
 """Waiting in one event loop, and blocking work in threads.
 
-`Condition` and `Notifier` wake waiters; `FairLock` is a lock granted in order of requests. `run_blocking` and `Worker`
-use daemon threads: anyio's and asyncio's worker threads are joined before a process exits, so one that is retrying a
-download keeps the process alive for minutes after a request to stop; a daemon thread does not.
+`Condition` and `Notifier` wake waiters; `FairLock` is a lock granted in order of requests; `run_all` runs jobs at once.
+`run_blocking` and `Worker` use daemon threads: anyio's and asyncio's worker threads are joined before a process exits,
+so one that is retrying a download keeps the process alive for minutes after a request to stop; a daemon thread does
+not.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
@@ -139,6 +140,19 @@ class Wait:
 
 
 ResultT = TypeVar("ResultT")
+
+
+async def run_all(jobs: Iterable[Callable[[], Awaitable[ResultT]]]) -> list[ResultT]:
+    """Run all jobs at once and return their results in the order of the jobs."""
+    results: dict[int, ResultT] = {}
+
+    async def run(index: int, job: Callable[[], Awaitable[ResultT]]) -> None:
+        results[index] = await job()
+
+    async with anyio.create_task_group() as group:
+        for index, job in enumerate(jobs):
+            group.start_soon(run, index, job)
+    return [results[index] for index in range(len(results))]
 
 
 async def run_blocking(work: Callable[[], ResultT], *, about: str) -> ResultT:

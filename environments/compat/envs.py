@@ -16,12 +16,11 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
-import anyio
-
-from atropos_api.common.concurrency import run_blocking
+from atropos_api.common.concurrency import run_all, run_blocking
 from environments.compat.servers import (
     APIServer,
     APIServerConfig,
@@ -254,14 +253,7 @@ class EvalBase(ABC):
         started = time.time()
         if inspect.isawaitable(self.data):
             self.data = await self.data
-        results: list[Any] = [None] * len(self.data)
-
-        async def run(index: int, item: Any) -> None:
-            results[index] = await self.run_item(server_manager, item)
-
-        async with anyio.create_task_group() as group:
-            for index, item in enumerate(self.data):
-                group.start_soon(run, index, item)
+        results = await run_all([partial(self.run_item, server_manager, item) for item in self.data])
         metrics = {key: sum(found[key] for found, _ in results) / len(results) for key in results[0][0]}
         times = "" if self.pass_at_n == self.pass_at_n_samples else f":{self.pass_at_n_samples}"
         evaluate_log(

@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-import anyio
 from pydantic import BaseModel, Field
 
-from atropos_api.common.concurrency import run_blocking
+from atropos_api.common.concurrency import run_all, run_blocking
 from atropos_api.wire.groups import MOST_TEACHER_TOKENS
 from environments.sdk.base_env import BaseEnv
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list
@@ -135,15 +134,9 @@ class TeacherMixin(BaseEnv):
         if not self.config.teacher_enabled or top_k < 0 or overrides.get("skip_teacher_top_k"):
             return without_teacher
         tokens = group["tokens"]
-        found: list[dict[str, Any]] = [{} for _ in tokens]
-
-        async def ask(index: int) -> None:
-            found[index] = await self.teacher_server.get_logprobs(input_ids=tokens[index], top_k=top_k, split="train")
-
+        ask = partial(self.teacher_server.get_logprobs, top_k=top_k, split="train")
         try:
-            async with anyio.create_task_group() as questions:
-                for index in range(len(tokens)):
-                    questions.start_soon(ask, index)
+            found = await run_all([partial(ask, input_ids=ids) for ids in tokens])
         except Exception as error:  # a failing teacher costs its logprobs, never the rollout
             if isinstance(mismatch := innermost(error), TokenizerMismatch):
                 raise mismatch from error

@@ -11,17 +11,16 @@ import logging
 import sys
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import anyio
 from pydantic import Field
 
 from atropos_api.common import metric_names as names
-from atropos_api.common.concurrency import run_blocking
+from atropos_api.common.concurrency import run_all, run_blocking
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.files import expand_home
 from environments.rewards.gold_check import GoldItem
@@ -65,8 +64,6 @@ def load_template(name: str) -> PromptTemplate:
         raise PromptTemplateUnusable(f"prompt template {name}: it has no {PLACE}; put it where the question belongs")
     return PromptTemplate(text)
 
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -199,19 +196,6 @@ class QuestionEnv(BaseEnv):
     def _will_evaluate(self) -> bool:
         config = self.config
         return not self.process_mode and (config.steps_per_eval > 0 or config.eval_at_start or config.eval_at_end)
-
-
-async def run_all(jobs: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Run all jobs at once and return their results in the order of the jobs."""
-    results: list[T | None] = [None] * len(jobs)
-
-    async def run(index: int, job: Callable[[], Awaitable[T]]) -> None:
-        results[index] = await job()
-
-    async with anyio.create_task_group() as group:
-        for index, job in enumerate(jobs):
-            group.start_soon(run, index, job)
-    return cast("list[T]", results)
 
 
 def require_room(longest: int, prompt_tokens: int) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
-import anyio
-
+from atropos_api.common.concurrency import run_all
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import InferenceUnavailable, RequestRefused
 from environments.sdk.inference.registered import RegisteredServers
@@ -269,14 +269,7 @@ def _sizes(n: int, most: int) -> list[int]:
 
 
 async def _gather(ask: Callable[[int], Awaitable[list[T]]], sizes: list[int]) -> list[T]:
-    parts: list[list[T]] = [[] for _ in sizes]
-
-    async def fill(index: int) -> None:
-        parts[index] = await ask(sizes[index])
-
-    async with anyio.create_task_group() as group:
-        for index in range(len(sizes)):
-            group.start_soon(fill, index)
+    parts = await run_all([partial(ask, size) for size in sizes])
     return [found for part in parts for found in part]
 
 
