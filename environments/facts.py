@@ -25,8 +25,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.errors import AtroposError
+from atropos_api.common.import_path import import_file
 from atropos_api.common.secrets import public_settings
 from environments.commands import environment_names, load_environment
 from environments.sdk.base_env import BaseEnv
@@ -192,13 +192,7 @@ def _load_file(path: Path) -> ModuleType:
     """Import a file as Python runs it: with its folder first on the path, but not as `__main__`."""
     sys.path.insert(0, str(path.parent.absolute()))
     sys.argv[0] = str(path)  # a run file is accepted as written for this environment by this name
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
+    return import_file(path)
 
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef

@@ -13,10 +13,8 @@ Data: that of the environment, which the library loads.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -29,6 +27,7 @@ from pydantic import Field, field_validator
 
 from atropos_api.common import metric_names as names
 from atropos_api.common.concurrency import run_all, run_blocking
+from atropos_api.common.import_path import import_file
 from environments.sdk import (
     APIServerConfig,
     BaseEnv,
@@ -251,20 +250,10 @@ def load_environment(config: VerifiersEnvConfig) -> Any:
     try:
         with _own_signals():
             if config.environment.endswith(".py"):
-                return _module_of(Path(config.environment)).load_environment(**options)
+                return import_file(Path(config.environment)).load_environment(**options)
             return package.load_environment(config.environment, **options)
     except (ImportError, AttributeError, TypeError, ValueError, OSError, RuntimeError) as error:
         raise VerifiersMissing(f"the environment {config.environment!r} cannot be loaded: {error}") from error
-
-
-def _module_of(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # classes in the file look up their module by name
-    spec.loader.exec_module(module)
-    return module
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 __all__ = ["CombinedReward", "RewardFunction", "RewardRegistry", "registry"]
@@ -146,8 +146,8 @@ def as_function(name: str) -> Callable[..., list[float]]:
             {"completion": RewardFunction.get_content(completion), "answer": _nth(golds, index)}
             for index, completion in enumerate(completions)
         ]
-        scores: list[float] = _run_apart(lambda: score_samples(make_reward(name), samples))
-        return scores
+        with ThreadPoolExecutor(max_workers=1) as other:  # the calling thread already runs an event loop
+            return other.submit(lambda: asyncio.run(score_samples(make_reward(name), samples))).result()
 
     score.__name__ = name
     return score
@@ -155,25 +155,6 @@ def as_function(name: str) -> Callable[..., list[float]]:
 
 def _nth(golds: Any, index: int) -> Any:
     return golds[index] if isinstance(golds, list | tuple) else golds
-
-
-def _run_apart(make: Callable[[], Any]) -> Any:
-    """Run a coroutine to its end in another thread and block for it: the calling thread already runs an event loop."""
-    results: list[Any] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(asyncio.run(make()))
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 registry = RewardRegistry()

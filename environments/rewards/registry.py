@@ -12,15 +12,13 @@ does not apply to the sample; it adds 0, as in TRL's sum.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, cast
 
 from atropos_api.common.files import expand_home
-from atropos_api.common.import_path import import_own, searched
+from atropos_api.common.import_path import import_file, import_own, searched
 from environments.rewards.protocol import NO_SCORES, Reward, RewardUnknown, RewardUnusable, is_async
 
 ENTRY_POINT_GROUP = "atropos.rewards"
@@ -87,15 +85,8 @@ def _instance(name: str, made: Callable[..., Any], params: Mapping[str, Any]) ->
 def _load_file(path: str) -> ModuleType:
     """Load a Python file as a module of its own; it can import the files next to it."""
     file = expand_home(path).absolute()
-    name = f"atropos_reward_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a module up there
     with searched(file.parent):
-        spec.loader.exec_module(module)
-    return module
+        return import_file(file, f"atropos_reward_{file.stem}")
 
 
 def _entry_points() -> dict[str, str]:

@@ -8,7 +8,6 @@ answers.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +18,7 @@ from environments.sdk.config import APIServerConfig, as_server_list
 from environments.sdk.group_files import read_groups
 from environments.sdk.runtime.commands import evaluate_alone, process
 from environments.sdk.server_manager import ServerManager
-from environments.sdk.testing import FakeInference, InProcess
+from environments.sdk.testing import FakeInference, InProcess, write_tokenizer
 
 END = "<|end|>"
 CHAT_TEMPLATE = (
@@ -74,15 +73,5 @@ class Rehearsal:
 
 def write_byte_tokenizer(folder: Path) -> Path:
     """Write a tokenizer of single bytes and an end token, which encodes and decodes any text, and return its folder."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([END])
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, "pad_token": END}), encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    write_tokenizer(folder, {"eos_token": END, "pad_token": END}, CHAT_TEMPLATE, special=[END])
     return folder

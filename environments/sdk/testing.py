@@ -6,13 +6,15 @@ Its answers come from a function from prompt to tokens, so tests know every toke
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -79,20 +81,20 @@ class FakeInference:
         path = scope["path"]
         if path == "/bridge/info" and self.ours:
             info = {"boot_id": "fake", "policy_version": self.version, "model": self.model}
-            await _answer(send, 200, {**info, "vocabulary": self.vocabulary})
+            await send_json(send, 200, {**info, "vocabulary": self.vocabulary})
         elif path == "/generate":
-            await self._generate(msgspec.json.decode(await _read(receive)), send)
+            await self._generate(msgspec.json.decode(await read_body(receive)), send)
         else:
-            await _answer(send, 404, {"detail": f"no route {path}"})
+            await send_json(send, 404, {"detail": f"no route {path}"})
 
     async def _generate(self, request: dict[str, Any], send: Send) -> None:
         if self.problem is not None:
             status, kind = self.problem
             body = {"type": f"urn:atropos:problem:{kind}", "status": status, "detail": kind}
-            await _answer(send, status, body, retry_after="1")
+            await send_json(send, status, body, retry_after="1")
             return
         if not self.ours and "compact" in request:
-            await _answer(send, 500, {"detail": "unknown sampling parameter compact"})
+            await send_json(send, 500, {"detail": "unknown sampling parameter compact"})
             return
         self.requests.append(request)
         self.in_flight += 1
@@ -103,7 +105,7 @@ class FakeInference:
             if request.get("stream"):
                 await self._stream(reply, send)
             else:
-                await _answer(send, 200, reply)
+                await send_json(send, 200, reply)
         finally:
             self.in_flight -= 1
 
@@ -204,6 +206,28 @@ def served(app: Any, *, port: int = 0) -> Iterator[str]:
             thread.join(timeout=10)
 
 
+def write_tokenizer(
+    folder: Path,
+    config: Mapping[str, str],
+    template: str,
+    *,
+    special: Sequence[str],
+    merges: Sequence[tuple[str, str]] = (),
+) -> None:
+    """Write a tokenizer of all bytes, of merged pairs and of special tokens, with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *dict.fromkeys("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
 def _events(reply: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the reply as stream events: one token of each output in turn; an output's last has its finish reason and
     versions.
@@ -229,7 +253,7 @@ def _prompt_position(token: int, best: int) -> dict[str, float]:
     return {str(token): -9.0} | {str(k): -0.1 * (k + 1) for k in range(best)}
 
 
-async def _read(receive: Receive) -> bytes:
+async def read_body(receive: Receive) -> bytes:
     parts = []
     while True:
         message = await receive()
@@ -238,7 +262,7 @@ async def _read(receive: Receive) -> bytes:
             return b"".join(parts)
 
 
-async def _answer(send: Send, status: int, body: dict[str, Any], *, retry_after: str | None = None) -> None:
+async def send_json(send: Send, status: int, body: Any, *, retry_after: str | None = None) -> None:
     content = msgspec.json.encode(body)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     if retry_after is not None:

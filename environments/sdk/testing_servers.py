@@ -6,15 +6,14 @@ tokenizers have the bytes as their vocabulary and small chat templates of the fa
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from environments.sdk.testing import Receive, Responder, Scope, Send, logprob_of
+from environments.sdk.testing import Receive, Responder, Scope, Send, logprob_of, read_body, send_json, write_tokenizer
 from environments.sdk.tokenizer import FastTokenizer
 
 
@@ -29,14 +28,14 @@ class FakeProvider:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        body = await _body(receive)
+        body = await read_body(receive)
         self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
         self.requests.append((scope["path"], msgspec.json.decode(body) if body else {}))
         if self.problem is not None:
-            await _reply(send, self.problem[0], {"error": {"message": self.problem[1]}})
+            await send_json(send, self.problem[0], {"error": {"message": self.problem[1]}})
             return
         found = self.answer(*self.requests[-1])
-        await _reply(send, *((404, {"detail": scope["path"]}) if found is None else (200, found)))
+        await send_json(send, *((404, {"detail": scope["path"]}) if found is None else (200, found)))
 
     def answer(self, path: str, request: dict[str, Any]) -> Any:
         """Return the body of the answer; None if there is no such route."""
@@ -125,22 +124,6 @@ class FakeOpenAI(FakeProvider):
         return {"id": "x", "object": "chat.completion", "model": "fake", "choices": choices, "usage": usage}
 
 
-async def _body(receive: Receive) -> bytes:
-    parts = []
-    while True:
-        message: MutableMapping[str, Any] = await receive()
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
-async def _reply(send: Send, status: int, body: Any) -> None:
-    content = msgspec.json.encode(body)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
-
-
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -181,17 +164,6 @@ def make_chat_tokenizer(folder: Path, family: str) -> FastTokenizer:
     """Write a tokenizer of all bytes, a few merged pairs and the special tokens, with a family's chat template; return
     it.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*alphabet, *dict.fromkeys("".join(pair) for pair in MERGES)]
-    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=list(MERGES)))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": "<|im_end|>", "bos_token": "<|bos|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "chat_template.jinja").write_text(TEMPLATES[family])
+    write_tokenizer(folder, config, TEMPLATES[family], special=SPECIAL, merges=MERGES)
     return FastTokenizer(folder)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import ipaddress
 import secrets
 import socket
 import time
@@ -27,6 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from atropos_api.common.cross_site import host_name, is_address
 from environments.sdk.config import KEY_PREFIX, SessionSettings
 from environments.sdk.errors import (
     EnvironmentsError,
@@ -128,17 +128,10 @@ def require_key(given: str, *accepted: str) -> None:
 
 def _is_own(host: str, names: frozenset[str]) -> bool:
     """Return True for an address, a loopback name, one of `names`, or no host: browsers always send one."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
+    name = host_name(host.encode("latin-1"))
+    if name is None:
         return False
-    if not name or name == "localhost" or name.endswith(".localhost") or name in names:
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+    return not name or name == "localhost" or name.endswith(".localhost") or name in names or is_address(name)
 
 
 IDLE_SECONDS = 1800.0
