@@ -122,9 +122,9 @@ def environments_page() -> str:
         f"| environment | what it asks |\n|---|---|\n{rows}",
         f"| verb | what it does |\n|---|---|\n{verbs}",
         FLAGS_INTRODUCTION,
-        _table(_options_of(BaseEnvConfig, "env.")),
+        _table(list_options(BaseEnvConfig, "env.")),
         "### The inference server\n",
-        _table(_options_of(APIServerConfig, "openai.")),
+        _table(list_options(APIServerConfig, "openai.")),
         TEACHER_INTRODUCTION,
         _table(_teacher_options()),
         QUESTIONS_INTRODUCTION,
@@ -206,7 +206,7 @@ def _teacher_options() -> list[Option]:
     """Return the flags of a teacher's server, with the defaults that an environment with a teacher gives them."""
     (teacher,) = as_server_list(TeacherMixin.teacher_config_init())
     given = {f"teacher.{field}": value for field, value in _changes(teacher).items()}
-    options = _options_of(type(teacher), "teacher.")
+    options = list_options(type(teacher), "teacher.")
     return [replace(option, default=given.get(option.path, option.default)) for option in options]
 
 
@@ -222,12 +222,8 @@ def _table(options: Iterable[Option]) -> str:
 
 def _additional_options(model: type[BaseModel], general: type[BaseModel]) -> list[Option]:
     """Return the flags that a configuration adds to those of a more general one."""
-    known = {option.path for option in _options_of(general, "env.")}
-    return [option for option in _options_of(model, "env.") if option.path not in known]
-
-
-def _options_of(model: type[BaseModel], prefix: str) -> list[Option]:
-    return list_options(model, prefix)
+    known = {option.path for option in list_options(general, "env.")}
+    return [option for option in list_options(model, "env.") if option.path not in known]
 
 
 def _parts_of_base_env() -> tuple[list[str], list[str]]:
@@ -256,13 +252,10 @@ def _callable(name: str, member: Any, *, required: bool = False) -> str:
     function: Any = member.fget if isinstance(member, property) else getattr(member, "func", member)
     function = inspect.unwrap(getattr(function, "__func__", function))
     is_attribute = isinstance(member, property) or hasattr(member, "func")
-    shown = f".{name}" if is_attribute else f"{'await ' if _is_awaited(function) else ''}{name}{_signature(function)}"
+    awaited = "await " if inspect.iscoroutinefunction(function) else ""
+    shown = f".{name}" if is_attribute else f"{awaited}{name}{_signature(function)}"
     text = _doc(function)
     return f"`{shown}`{' (required)' if required else ''}{': ' if text else ''}{text}\n"
-
-
-def _is_awaited(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function)
 
 
 def _signature(function: Any) -> str:

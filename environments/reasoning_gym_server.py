@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import Any
 
 import anyio
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from atropos_api.common.cliconfig import nearest
 from atropos_api.common.concurrency import run_all
@@ -33,6 +33,7 @@ from environments.sdk import (
     ScoredDataGroup,
     scored_group,
 )
+from environments.sdk.config import JsonObject
 from environments.tasks.data import Question
 from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig
 
@@ -52,15 +53,8 @@ class ReasoningGymEnvConfig(QuestionEnvConfig):
     """The configuration adds these settings to those of every environment with questions."""
 
     dataset: str = Field("chain_sum", description="Name of a task of reasoning-gym.")
-    dataset_options: str = Field("{}", description="The task's own settings, as JSON.")
+    dataset_options: JsonObject = Field("{}", description="The task's own settings, as JSON.")
     eval_problems: int = Field(200, ge=1, description="Problems in an evaluation.")
-
-    @field_validator("dataset_options")
-    @classmethod
-    def _is_json_object(cls, text: str) -> str:
-        if not isinstance(json.loads(text), dict):
-            raise ValueError("dataset_options must be a JSON object")  # noqa: TRY004 - pydantic reports ValueError
-        return text
 
 
 @dataclass(frozen=True, slots=True)

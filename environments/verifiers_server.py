@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from atropos_api.common import metric_names as names
 from atropos_api.common.concurrency import run_all, run_blocking
@@ -37,6 +37,7 @@ from environments.sdk import (
     ScoredDataGroup,
     scored_group,
 )
+from environments.sdk.config import JsonObject
 from environments.sdk.errors import InferenceRefused
 from environments.sdk.session.openai_client import ManagedServerAdapter
 from environments.tasks.question_env import mean
@@ -59,19 +60,12 @@ class VerifiersEnvConfig(BaseEnvConfig):
     """The configuration names the environment to run and its settings."""
 
     environment: str = Field("", description="Name of an installed verifiers environment, or a Python file with one.")
-    environment_options: str = Field("{}", description="What its load_environment takes, as JSON.")
+    environment_options: JsonObject = Field("{}", description="What its load_environment takes, as JSON.")
     max_new_tokens: int = Field(1024, ge=1, description="Tokens that one turn may sample.")
     temperature: float = Field(1.0, gt=0, description="Temperature of training rollouts.")
     eval_problems: int = Field(100, ge=1, description="Problems in an evaluation.")
     eval_temperature: float = Field(0.0, ge=0, description="Temperature of evaluations; 0: greedy.")
     seed: int = Field(0, description="Seed of the order of problems.")
-
-    @field_validator("environment_options")
-    @classmethod
-    def _is_json_object(cls, text: str) -> str:
-        if not isinstance(json.loads(text), dict):
-            raise ValueError("environment_options must be a JSON object")  # noqa: TRY004 - pydantic reports ValueError
-        return text
 
 
 class VerifiersEnv(BaseEnv):

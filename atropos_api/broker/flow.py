@@ -142,7 +142,6 @@ def activity_of(broker: Broker, environment_id: int) -> EnvironmentActivity | No
 
 
 def gather(broker: Broker, *, store_failure: str | None = None) -> Facts:
-    """Return the facts as of now."""
     state = broker.state
     run = state.runs.open
     environments = [_environment(broker, row) for row in state.environments]

@@ -23,7 +23,7 @@ from atropos_api.errors import BrokerError, InvalidGroup, StoreUnavailable
 from atropos_api.store.base import LOST, EnvironmentRow, GroupRow, RunRow
 from atropos_api.wire.group_json import CheckedGroup, Fields, check_group
 from atropos_api.wire.group_json_small import check_body
-from atropos_api.wire.messages import EnvironmentRequest, NotNegative, Positive, Weight, Whole
+from atropos_api.wire.messages import EnvironmentRequest, NotNegative, Positive, RunRequest, Weight, Whole
 
 logger = logging.getLogger(__name__)
 
@@ -311,22 +311,15 @@ def _same_trainer(run: RunRow, wanted: LegacyRegistration) -> bool:
 
 
 def _make_run(wanted: LegacyRegistration, now: float) -> RunRow:
-    return RunRow(
-        run_id=f"run-{uuid.uuid4().hex[:12]}",
+    request = RunRequest(
         name=wanted.wandb_group or NAMELESS,
-        legacy=True,
-        state="open",
-        epoch=1,
         batch_size=wanted.batch_size,
         max_token_length=wanted.max_token_len,
         num_steps=wanted.num_steps,
-        starting_step=wanted.starting_step,
         checkpoint_dir=wanted.checkpoint_dir,
         checkpoint_interval=wanted.save_checkpoint_interval,
         wandb_project=wanted.wandb_project,
         wandb_group=wanted.wandb_group,
-        max_staleness=None,
-        began_at=now,
-        trainer_seen_at=now,
-        started=False,
     )
+    run = runs.make_run(request, now, first_after=0)
+    return msgspec.structs.replace(run, legacy=True, starting_step=wanted.starting_step, started=False)

@@ -67,7 +67,6 @@ def prepare(run: Any) -> None:
 
 
 def log(run: Any, metrics: Mapping[str, Any], step: int) -> None:
-    """Log the metrics of a step."""
     if _has_several_writers():
         run.log({**metrics, STEP: step})
     else:

@@ -236,5 +236,4 @@ class RequestView(NamedTuple):
         return None
 
     def parameter(self, name: str) -> str | None:
-        """Return a parameter of the query."""
         return QueryParams(self.query.decode("latin-1")).get(name)

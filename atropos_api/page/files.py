@@ -49,8 +49,6 @@ HEADERS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """One file of the page."""
-
     content: bytes
     media_type: str
     etag: str

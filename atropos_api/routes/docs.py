@@ -166,7 +166,6 @@ def known_problems() -> Mapping[str, Problem]:
 
 
 def make_document(operations: Sequence[Operation]) -> dict[str, Any]:
-    """Return the whole document."""
     paths: dict[str, dict[str, Any]] = defaultdict(dict)
     for operation in operations:
         paths[operation.path][operation.method.lower()] = _operation(operation)

@@ -25,19 +25,18 @@ from typing import Any, NoReturn
 from atropos_api.common.cliconfig import ConfigError, run_cli
 from environments.sdk.base_env import BaseEnv
 
-BASE = "environments.compat.envs"
-SERVERS = "environments.compat.servers"
-HISTORY = "environments.compat.utils"
+ENVS = "environments.compat.envs"
 REWARDS = "environments.compat.rewards"
-TOKENIZING = "environments.compat.utils"
+SERVERS = "environments.compat.servers"
+UTILS = "environments.compat.utils"
 
 ALIASES: Mapping[str, str | None] = {
     "atroposlib": None,
     "atroposlib.api": None,
     "atroposlib.envs": None,
-    "atroposlib.envs.base": BASE,
-    "atroposlib.envs.constants": "environments.compat.servers",
-    "atroposlib.envs.eval": "environments.compat.envs",
+    "atroposlib.envs.base": ENVS,
+    "atroposlib.envs.constants": SERVERS,
+    "atroposlib.envs.eval": ENVS,
     "atroposlib.envs.reward_fns": REWARDS,
     "atroposlib.envs.reward_fns.combined_reward": REWARDS,
     "atroposlib.envs.reward_fns.registry": REWARDS,
@@ -52,18 +51,18 @@ ALIASES: Mapping[str, str | None] = {
     "atroposlib.envs.server_handling.sglang_server": SERVERS,
     "atroposlib.envs.server_handling.trl_vllm_server": SERVERS,
     "atroposlib.envs.server_handling.vllm_server": SERVERS,
-    "atroposlib.envs.teacher_distillation_env": "environments.compat.envs",
+    "atroposlib.envs.teacher_distillation_env": ENVS,
     "atroposlib.frontend": None,
-    "atroposlib.frontend.jsonl2html": "environments.compat.utils",
-    "atroposlib.type_definitions": "environments.compat.envs",
+    "atroposlib.frontend.jsonl2html": UTILS,
+    "atroposlib.type_definitions": ENVS,
     "atroposlib.utils": None,
-    "atroposlib.utils.advantages": "environments.compat.utils",
-    "atroposlib.utils.best_of_n_selection": HISTORY,
-    "atroposlib.utils.io": "environments.compat.utils",
-    "atroposlib.utils.message_history_utils": HISTORY,
-    "atroposlib.utils.metrics": "environments.compat.utils",
-    "atroposlib.utils.tokenize_for_trainer": TOKENIZING,
-    "atroposlib.utils.tool_call_parser": "environments.compat.utils",
+    "atroposlib.utils.advantages": UTILS,
+    "atroposlib.utils.best_of_n_selection": UTILS,
+    "atroposlib.utils.io": UTILS,
+    "atroposlib.utils.message_history_utils": UTILS,
+    "atroposlib.utils.metrics": UTILS,
+    "atroposlib.utils.tokenize_for_trainer": UTILS,
+    "atroposlib.utils.tool_call_parser": UTILS,
 }
 """None marks a package that contains only submodules."""
 

@@ -327,7 +327,6 @@ class CosineScaledReward(MathReward):
         ]
 
     def scaled(self, length: int, *, correct: bool) -> float:
-        """Return the score by the formula."""
         if length >= self.max_length:
             return self.exceeded
         at_zero, at_max = self.correct if correct else self.wrong

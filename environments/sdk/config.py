@@ -10,6 +10,7 @@ GPUs each, on the ports from 9000 on.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -19,7 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.identity import require_address
@@ -39,6 +40,15 @@ def _address_or_none_yet(url: str) -> str:
 
 
 Address = Annotated[str, AfterValidator(_address_or_none_yet)]
+
+
+def _json_object(text: str, info: ValidationInfo) -> str:
+    if not isinstance(json.loads(text), dict):
+        raise ValueError(f"{info.field_name} must be a JSON object")  # noqa: TRY004 - pydantic reports ValueError
+    return text
+
+
+JsonObject = Annotated[str, AfterValidator(_json_object)]
 
 
 class EvalHandlingEnum(StrEnum):

@@ -24,7 +24,6 @@ TITLES: Final = ("question", "prompt", "problem", "example_id")
 
 
 def render_evaluation(title: str, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page as HTML."""
     rows = "".join(
         f"<tr><td>{as_html(name)}</td><td>{as_html(_short(value))}</td></tr>" for name, value in metrics.items()
     )

@@ -254,7 +254,6 @@ def _chat(chat: Any) -> str:
 
 
 def render_turns(chat: Sequence[Any]) -> str:
-    """Return the turns of a chat as HTML."""
     return "".join(_turn(turn) for turn in chat)
 
 

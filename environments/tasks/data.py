@@ -83,12 +83,10 @@ class DataFields(BaseModel):
 
     def training_questions(self, *, hold_out: bool = False) -> list[Question]:
         """Return all questions to train on; with `hold_out`, without those that are held out for evaluation."""
-        if self.data_path is not None:
-            questions = self.load(self.data_path, "train")
-            return self._split(questions)[0] if hold_out and self._has_no_test_data() else questions
-        if self.dataset_name is None:
+        source = self.data_path if self.data_path is not None else self.dataset_name
+        if source is None:
             raise DataUnusable("there are no questions to train on; set --env.data_path or --env.dataset_name")
-        questions = self.load(self.dataset_name, "train")
+        questions = self.load(source, "train")
         return self._split(questions)[0] if hold_out and self._has_no_test_data() else questions
 
     def evaluation_questions(self, *, trains: bool = True) -> list[Question]:

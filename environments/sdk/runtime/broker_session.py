@@ -157,7 +157,7 @@ class BrokerConnection:
                 try:
                     await self._client.report_activity(self.info.environment_id, activity)
                 except BrokerRefused as error:
-                    if error.status in NO_SUCH_ROUTE and error.kind != "unknown-environment":
+                    if _lacks_route(error):
                         logger.debug("this broker accepts no reports of activity: %s", error)
                         return
                 except AtroposError as error:

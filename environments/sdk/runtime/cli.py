@@ -67,13 +67,13 @@ class EnvironmentCommand(BaseModel):
 
     @property
     def servers(self) -> list[APIServerConfig]:
-        return _listed(self.openai)
+        return as_server_list(self.openai)
 
     @property
     def teachers(self) -> list[APIServerConfig] | None:
         """The servers of the teacher; None for environments without one."""
         teacher = getattr(self, "teacher", None)
-        return None if teacher is None else _listed(teacher)
+        return None if teacher is None else as_server_list(teacher)
 
 
 class LenientCommand(EnvironmentCommand):
@@ -195,10 +195,6 @@ def _program() -> str:
 def _as_default(configs: ServerBaseline | APIServerConfig | list[APIServerConfig]) -> Any:
     servers = [server.model_dump() for server in as_server_list(configs)]
     return servers[0] if len(servers) == 1 else servers
-
-
-def _listed(servers: APIServerConfig | list[APIServerConfig]) -> list[APIServerConfig]:
-    return servers if isinstance(servers, list) else [servers]
 
 
 def _refuse_unsupported(command: EnvironmentCommand) -> None:

@@ -5,6 +5,7 @@ Fields are accepted and refused as they are over HTTP; only streaming needs the 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from environments.sdk.errors import RequestRefused
@@ -22,7 +23,7 @@ class ManagedServerAdapter:
 
     def __init__(self, managed_server: ManagedSession, base_url: str | None = None) -> None:
         self.base_url = base_url or "http://managed-session/v1"
-        self.chat = _Chat(_ChatCompletions(managed_server))
+        self.chat = SimpleNamespace(completions=_ChatCompletions(managed_server))
         self.completions = _Completions(managed_server)
 
     async def post(self, *_: Any, **__: Any) -> NoReturn:
@@ -35,11 +36,6 @@ class ManagedServerAdapter:
 
     async def close(self) -> None:
         """Do nothing: the session ends with its `async with`."""
-
-
-class _Chat:
-    def __init__(self, completions: _ChatCompletions) -> None:
-        self.completions = completions
 
 
 class _ChatCompletions:

@@ -73,7 +73,6 @@ class SampleReader:
         return node
 
     def logprobs(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[TokenLogprob]:
-        """Return each token as text with its logprob."""
         return [TokenLogprob(self._codec.text_of(t), value) for t, value in zip(tokens, logprobs, strict=True)]
 
     def _has_end_token(self, sample: Sample, sampling: Sampling) -> bool:
