@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,24 +25,18 @@ MARGIN = 2
 """Requests in flight by which a registered server may exceed the least loaded one before related calls move there."""
 
 
+@dataclass(eq=False)
 class ServerPool:
     """The servers of an environment: a request goes to another one if its server is unavailable.
 
     Its servers are named, or come and go as `RegisteredServers` says.
     """
 
-    def __init__(
-        self,
-        servers: list[HttpServer],
-        *,
-        max_n_completions: int,
-        wait_timeout_seconds: float,
-        registered: RegisteredServers | None = None,
-    ) -> None:
-        self.servers = servers
-        self.registered = registered
-        self.max_n_completions = max_n_completions
-        self._wait_timeout_seconds = wait_timeout_seconds
+    servers: list[HttpServer]
+    _: KW_ONLY
+    max_n_completions: int
+    wait_timeout_seconds: float
+    registered: RegisteredServers | None = None
 
     def least_loaded(self, avoid: Sequence[HttpServer] = ()) -> HttpServer:
         """Return the server with the fewest requests among those worth trying; among all if there are none."""
@@ -66,11 +61,7 @@ class ServerPool:
         return self._only(self.least_loaded())
 
     def _only(self, server: HttpServer) -> ServerPool:
-        return ServerPool(
-            [server],
-            max_n_completions=self.max_n_completions,
-            wait_timeout_seconds=self._wait_timeout_seconds,
-        )
+        return replace(self, servers=[server], registered=None)
 
     def pick(self, chosen: HttpServer | None) -> HttpServer | None:
         """Return the server for the next of several related calls; None while there is none.
@@ -98,7 +89,7 @@ class ServerPool:
 
         `may_repeat` returns False once a part of the answer was passed on.
         """
-        deadline = time.monotonic() + self._wait_timeout_seconds
+        deadline = time.monotonic() + self.wait_timeout_seconds
         avoided: list[HttpServer] = []
         while True:
             if server is None:
@@ -123,7 +114,7 @@ class ServerPool:
     async def wait_for_server(self) -> None:
         """Return once there is a server; raise `InferenceUnavailable` after the time allowed."""
         if not self.servers and self.registered is not None:
-            await self.registered.wait(self._wait_timeout_seconds)
+            await self.registered.wait(self.wait_timeout_seconds)
 
     def _failover(self, server: HttpServer) -> Failover:
         return lambda: any(other is not server and other.channel.up for other in self.servers)

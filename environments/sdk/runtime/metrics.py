@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Final
 
@@ -43,25 +44,19 @@ METRICS: Final = (
 _BY_NAME: Final[Mapping[str, Metric]] = {metric.name: metric for metric in METRICS}
 
 
+@dataclass(eq=False)
 class EnvironmentMetrics:
     """The metrics of one environment; `running`, `unsent` and `pacing` tell the state of its worker."""
 
-    def __init__(
-        self,
-        env: Environment,
-        *,
-        running: Callable[[], int],
-        unsent: Callable[[], int],
-        pacing: Callable[[], Pacing | None],
-    ) -> None:
-        self._env = env
-        self._running = running
-        self._unsent = unsent
-        self._pacing = pacing
+    env: Environment
+    _: KW_ONLY
+    running: Callable[[], int]
+    unsent: Callable[[], int]
+    pacing: Callable[[], Pacing | None]
 
     def collect(self) -> Iterator[Family]:
         """Yield all metrics, measured now; called in the thread that serves them."""
-        rollouts = self._env.metrics.totals
+        rollouts = self.env.metrics.totals
         histogram = HistogramMetricFamily(PREFIX + ROLLOUTS.name, ROLLOUTS.meaning, labels=ROLLOUTS.labels)
         for outcome, seconds in (("succeeded", rollouts.succeeded), ("failed", rollouts.failed)):
             buckets = [
@@ -71,24 +66,24 @@ class EnvironmentMetrics:
         yield histogram
         for name, value in self._values().items():
             yield _BY_NAME[name].family(PREFIX, value)
-        dropped = [((reason,), float(count)) for reason, count in self._env.dropped_groups.counts.items()]
+        dropped = [((reason,), float(count)) for reason, count in self.env.dropped_groups.counts.items()]
         yield _BY_NAME["groups_dropped_total"].family(PREFIX, *dropped)
         yield _BY_NAME["evaluation"].family(PREFIX, *self._evaluation())
 
     def _values(self) -> dict[str, float]:
-        servers = self._env.server.servers
+        servers = self.env.server.servers
         values: dict[str, float] = {
-            "retries_total": self._env.metrics.totals.retried,
-            "members_redrawn_total": self._env.metrics.totals.redrawn,
-            "members_absent_total": self._env.metrics.totals.absent,
-            "groups_sent_total": self._env.dropped_groups.sent,
-            "sampled_tokens_total": self._env.metrics.totals.sampled_tokens,
-            "rollouts_in_progress": self._running(),
-            "unsent_groups": self._unsent(),
+            "retries_total": self.env.metrics.totals.retried,
+            "members_redrawn_total": self.env.metrics.totals.redrawn,
+            "members_absent_total": self.env.metrics.totals.absent,
+            "groups_sent_total": self.env.dropped_groups.sent,
+            "sampled_tokens_total": self.env.metrics.totals.sampled_tokens,
+            "rollouts_in_progress": self.running(),
+            "unsent_groups": self.unsent(),
             "requests_in_flight": sum(server.in_flight for server in servers),
             "servers_up": sum(server.channel.up for server in servers),
         }
-        pacing = self._pacing()
+        pacing = self.pacing()
         if pacing is not None:
             values |= {"room_sequences": pacing.room_sequences, "step": pacing.current_step}
             if pacing.policy_version is not None:
@@ -96,6 +91,6 @@ class EnvironmentMetrics:
         return values
 
     def _evaluation(self) -> list[tuple[tuple[str, ...], float]]:
-        result = self._env.last_evaluation
+        result = self.env.last_evaluation
         found = {} if result is None else result.all_metrics()
         return [((name,), float(value)) for name, value in found.items() if isinstance(value, Real)]

@@ -9,7 +9,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import msgspec
@@ -153,22 +153,17 @@ SPLIT_HEADER = "X-Atropos-Split"
 NODE_FIELDS = ("full_text", "tokens", "masked_tokens", "logprobs", "policy_versions", "sampling_masks")
 
 
+@dataclass(eq=False)
 class SessionRoutes:
     """Handlers of a session's routes: `find` returns the session of an authorised request.
 
     `temperature` replaces the one of training requests.
     """
 
-    def __init__(
-        self,
-        find: Callable[[Request], ServedSession],
-        *,
-        model_name: Callable[[ManagedSession], str],
-        temperature: float | None,
-    ) -> None:
-        self._find = find
-        self._model_name = model_name
-        self._temperature = temperature
+    find: Callable[[Request], ServedSession]
+    _: KW_ONLY
+    model_name: Callable[[ManagedSession], str]
+    temperature: float | None
 
     async def chat(self, request: Request) -> Response:
         return await self._complete("chat", request)
@@ -178,7 +173,7 @@ class SessionRoutes:
 
     async def render(self, request: Request) -> Response:
         """Answer with the prompt that a chat would become; nothing is sampled."""
-        session = self._find(request).session
+        session = self.find(request).session
         asked = read_request("chat", await read_object(request))
         messages, tools = asked.arguments["messages"], asked.arguments.get("tools")
         options = session.arguments(asked).get("chat_template_kwargs")
@@ -188,19 +183,19 @@ class SessionRoutes:
     async def nodes(self, request: Request) -> Response:
         found = [
             {**{key: getattr(node, key) for key in NODE_FIELDS}, "finish_reason": node.finish_reason}
-            for node in self._find(request).session.nodes
+            for node in self.find(request).session.nodes
         ]
         return JSONResponse({"nodes": found})
 
     async def _complete(self, route: Route, request: Request) -> Response:
-        served = self._find(request)
+        served = self.find(request)
         session = served.session
         asked = read_request(route, await read_object(request))
         arguments = self._arguments(session, asked, request.headers.get(SPLIT_HEADER))
         call = session.chat_completion if route == "chat" else session.completion
         if asked.stream:
             form = ChatChunks if route == "chat" else TextChunks
-            writer = form(model=self._model_name(session), include_usage=asked.include_usage)
+            writer = form(model=self.model_name(session), include_usage=asked.include_usage)
             stream = AnswerStream(writer)
             stream.follow(served.start(call(**arguments, on_delta=stream.on_delta)))
             await _wait_until_started(stream.started, stream.task, request.receive)
@@ -208,7 +203,7 @@ class SessionRoutes:
             return StreamingResponse(stream.events(), media_type="text/event-stream", background=ended)
         task = served.start(call(**arguments))
         await _wait_until_started(None, task, request.receive)
-        return JSONResponse({**openai_document(result_of(task)), "model": self._model_name(session)})
+        return JSONResponse({**openai_document(result_of(task)), "model": self.model_name(session)})
 
     def _arguments(self, session: ManagedSession, asked: SessionRequest, split: str | None) -> dict[str, Any]:
         """Return the session's arguments; a call marked as evaluation adds no sequence to the session."""
@@ -217,8 +212,8 @@ class SessionRoutes:
             raise RequestRefused(f"{SPLIT_HEADER} is {split!r:.40}; it may be train or eval", param=SPLIT_HEADER)
         if split == "eval":
             return {**arguments, "split": "eval", "keep": False}
-        if self._temperature is not None:
-            arguments["temperature"] = self._temperature
+        if self.temperature is not None:
+            arguments["temperature"] = self.temperature
         return arguments
 
 
