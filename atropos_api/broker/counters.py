@@ -1,8 +1,8 @@
 """Counts since the start of the process: totals of all kinds, and the groups dropped instead of trained.
 
-`/metrics` shows each field of `Counters` under its name. `Drops` counts by environment and reason: environments report
-the groups they did not submit, and the broker adds those it dropped itself. Without these counts an environment whose
-reward is always the same looks like a slow start.
+`/metrics` shows each field of `Counters` under its name, with its meaning. `Drops` counts by environment and reason:
+environments report the groups they did not submit, and the broker adds those it dropped itself. Without these counts an
+environment whose reward is always the same looks like a slow start.
 """
 
 from __future__ import annotations
@@ -10,36 +10,42 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import msgspec
 
 from atropos_api.store.base import GroupRow
 from atropos_api.wire.messages import DropReport
 
+MEANING: Final = "meaning"
+
+
+def _counter(meaning: str) -> Any:
+    return field(default=0, metadata={MEANING: meaning})
+
 
 @dataclass(slots=True)
 class Counters:
-    groups_received_total: int = 0
-    sequences_received_total: int = 0
-    tokens_received_total: int = 0
-    groups_duplicate_total: int = 0
-    groups_refused_total: int = 0
-    groups_expired_total: int = 0
-    groups_orphaned_total: int = 0
-    groups_without_version_total: int = 0
-    groups_unregistered_total: int = 0
-    groups_unpackable_total: int = 0
-    groups_left_over_total: int = 0
-    groups_lost_total: int = 0
-    batches_formed_total: int = 0
-    batches_handed_total: int = 0
-    batches_committed_total: int = 0
-    minima_waived_total: int = 0
-    publishes_while_held_total: int = 0
-    pressure_total: int = 0
-    store_failures_total: int = 0
+    groups_received_total: int = _counter("Groups that were accepted")
+    sequences_received_total: int = _counter("Sequences that were accepted")
+    tokens_received_total: int = _counter("Tokens that were accepted")
+    groups_duplicate_total: int = _counter("Repeats of accepted groups that were recognised")
+    groups_refused_total: int = _counter("Groups that no trainer could use")
+    groups_expired_total: int = _counter("Groups dropped because they would have been too old when trained")
+    groups_orphaned_total: int = _counter("Groups of policies that a resumed run discarded")
+    groups_without_version_total: int = _counter("Groups without the policy versions of their tokens")
+    groups_unregistered_total: int = _counter("Groups of environments that are not registered")
+    groups_unpackable_total: int = _counter("Groups of a size that no batch of the run can hold")
+    groups_left_over_total: int = _counter("Groups that a run which ended did not train")
+    groups_lost_total: int = _counter("Groups that were damaged on the disk")
+    batches_formed_total: int = _counter("Batches that were formed")
+    batches_handed_total: int = _counter("Batches that were handed out, each counted once")
+    batches_committed_total: int = _counter("Batches that a checkpoint covers")
+    minima_waived_total: int = _counter("Batches formed without some environment's minimum")
+    publishes_while_held_total: int = _counter("Policies published although an evaluation held the one before")
+    pressure_total: int = _counter("Submissions answered 503 because the queue was full")
+    store_failures_total: int = _counter("Writes that the store refused")
 
 
 logger = logging.getLogger(__name__)

@@ -1,13 +1,10 @@
-"""`/metrics` in Prometheus' text form: the broker's own counts, and the process's version and resource use.
-
-A counter is a field of `broker.counters` and a line here.
-"""
+"""`/metrics` in Prometheus' text form: the broker's own counts, and the process's version and resource use."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from typing import Final
 
@@ -15,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client.metrics_core import Metric as Family
 
 from atropos_api.broker import Broker
+from atropos_api.broker.counters import MEANING, Counters
 from atropos_api.broker.diagnosis import diagnose
 from atropos_api.broker.findings import EDGES
 from atropos_api.broker.flow import gather
@@ -31,28 +29,6 @@ router = APIRouter(tags=["operations"])
 route = functools.partial(Operation, router)
 
 PREFIX: Final = "atropos_"
-
-_COUNTER_HELP: Final = {
-    "groups_received_total": "Groups that were accepted",
-    "sequences_received_total": "Sequences that were accepted",
-    "tokens_received_total": "Tokens that were accepted",
-    "groups_duplicate_total": "Repeats of accepted groups that were recognised",
-    "groups_refused_total": "Groups that no trainer could use",
-    "groups_expired_total": "Groups dropped because they would have been too old when trained",
-    "groups_orphaned_total": "Groups of policies that a resumed run discarded",
-    "groups_without_version_total": "Groups without the policy versions of their tokens",
-    "groups_unregistered_total": "Groups of environments that are not registered",
-    "groups_unpackable_total": "Groups of a size that no batch of the run can hold",
-    "groups_left_over_total": "Groups that a run which ended did not train",
-    "groups_lost_total": "Groups that were damaged on the disk",
-    "batches_formed_total": "Batches that were formed",
-    "batches_handed_total": "Batches that were handed out, each counted once",
-    "batches_committed_total": "Batches that a checkpoint covers",
-    "minima_waived_total": "Batches formed without some environment's minimum",
-    "publishes_while_held_total": "Policies published although an evaluation held the one before",
-    "pressure_total": "Submissions answered 503 because the queue was full",
-    "store_failures_total": "Writes that the store refused",
-}
 
 _GAUGE_HELP: Final = {
     "ready": "1 while the broker is ready for submissions, as at /readyz",
@@ -73,7 +49,7 @@ _GAUGE_HELP: Final = {
     "staleness_max": "The same, of its oldest group",
 }
 
-COUNTERS: Final = {name: Metric(name, "counter", text) for name, text in _COUNTER_HELP.items()}
+COUNTERS: Final = {one.name: Metric(one.name, "counter", one.metadata[MEANING]) for one in fields(Counters)}
 
 GAUGES: Final = {name: Metric(name, "gauge", text) for name, text in _GAUGE_HELP.items()}
 
