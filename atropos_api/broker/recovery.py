@@ -3,7 +3,8 @@
 `recover` rebuilds the state from what the store holds. `Repair` rewrites sparse segments while the broker runs, and
 drops groups whose bodies are damaged; these are counted in `groups_lost_total` and reported as an event. A batch of
 which no caller has received a byte is formed again without them. A batch that a caller may have received keeps its
-other groups, and each rank keeps its slice of them: forming it again would hand some groups out twice.
+other groups, and each rank keeps its slice of them: forming it again would hand some groups out twice. The run itself,
+and whether its trainer is taken to be at work, are set by `broker.Broker`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from environments.sdk.inference.server import HttpServer, OpenAIServer, ServedPo
 from environments.sdk.inference.vllm import VllmServer
 from environments.sdk.progress import note_sequences_done
 from environments.sdk.session.openai_types import ChatCompletion, Completion, read_openai_chat, read_openai_completion
-from environments.sdk.session.prefix_matching import DriftLog
+from environments.sdk.session.prompt_tokens import DriftLog
 from environments.sdk.session.session import ManagedSession, TextSession
 from environments.sdk.session.tokens_and_masks import current_split
 from environments.sdk.tokenizer import Codec

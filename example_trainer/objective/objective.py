@@ -1,6 +1,7 @@
 """The objective of a run: it joins the package's pure functions with the options, a reference policy and saved state.
 
-The state kept between batches is the KL coefficient and a swapped-in reference.
+The options are read in `options.objective`; `loss_settings` fills in those that were left unset. The state kept between
+batches is the KL coefficient and a swapped-in reference.
 
 A user-defined loss is named by its import path:
 

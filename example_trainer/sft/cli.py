@@ -30,7 +30,7 @@ from example_trainer.sft.output import CONFIG_FILE, claim_folder, refuse_used_fo
 
 if TYPE_CHECKING:
     from example_trainer.distributed.ranks import Ranks
-    from example_trainer.sft.data import Sample
+    from example_trainer.sft.batches import Sample
     from example_trainer.sft.fine_tuning import FineTuningData
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def _train(config: SftConfig, directory: Path, ranks: Ranks) -> int:
 
 
 def _read(config: SftConfig) -> FineTuningData:
-    from example_trainer.sft.data import hold_out, load_tokenizer, read_samples
+    from example_trainer.sft.batches import hold_out, load_tokenizer, read_samples
     from example_trainer.sft.fine_tuning import FineTuningData
 
     tokenizer = load_tokenizer(config)

@@ -28,8 +28,8 @@ from example_trainer.launcher.run_dir import write_json
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import policy_options
 from example_trainer.monitoring.trackers import RunTrackers, Tracker
+from example_trainer.sft.batches import Sample, SampleOrder, make_batch
 from example_trainer.sft.config import SftConfig
-from example_trainer.sft.data import Sample, SampleOrder, make_batch
 from example_trainer.sft.output import SUMMARY_FILE, finish_model
 from example_trainer.state import TrainerState, random_state
 from example_trainer.step.metrics import memory_metrics

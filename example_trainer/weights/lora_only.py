@@ -4,7 +4,8 @@ The adapter's tensors are sent as one safetensors body into the server's memory;
 under the model's name start with the new adapter, and those already running end with theirs. There is no fence, no
 file, no restart and no `--enforce-eager`. If an adapter is rejected, the old one stays served. A server that answers at
 `--vllm-port` is used, unless it has another base (`weights.served_model`); otherwise the trainer starts one, and
-restarts it if it exits. A stock vLLM server takes its adapters from files (`weights.adapter_target`).
+restarts it if it exits. The requests are in `weights.adapter_target`; a stock vLLM server takes its adapters
+from files.
 """
 
 from __future__ import annotations

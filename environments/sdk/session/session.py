@@ -33,7 +33,7 @@ from environments.sdk.session.openai_types import (
     read_openai_completion,
     text_logprobs,
 )
-from environments.sdk.session.prefix_matching import Chat, DriftLog, Prompt, PromptBuilder
+from environments.sdk.session.prompt_tokens import Chat, DriftLog, Prompt, PromptBuilder
 from environments.sdk.session.tokens_and_masks import ESTIMATED, SequenceNode, current_split, log_nodes
 from environments.sdk.session.turns import DeltaWriter, OnDelta, SampleReader, Turn
 from environments.sdk.tokenizer import Codec

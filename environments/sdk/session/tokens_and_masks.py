@@ -1,6 +1,6 @@
 """Sequences of a session: they are built here, and logged for the rollout or evaluation that sampled them.
 
-A chat's prompt becomes tokens in `prefix_matching`, a row of a data set in `tasks.chat_dataset`.
+A chat's prompt becomes tokens in `prompt_tokens`, a row of a data set in `tasks.chat_dataset`.
 
 A `SequenceNode` holds a sequence's tokens with masks, logprobs and policy versions. Environments assemble groups by
 hand, often from token lists alone, so each rollout runs with a `SampleLog` of the sequences that its sessions produced:

@@ -14,7 +14,7 @@ from typing import Any
 
 from environments.sdk.inference.sampling import Sample, Sampling, Split
 from environments.sdk.session.openai_types import AssistantMessage, TokenLogprob
-from environments.sdk.session.prefix_matching import Chat, Prompt
+from environments.sdk.session.prompt_tokens import Chat, Prompt
 from environments.sdk.session.tokens_and_masks import SequenceNode, extend_sequence
 from environments.sdk.tokenizer import Codec
 from environments.sdk.tools import JsonParser, ParsedText, ToolParser, overlap

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from environments.sdk.inference.sampling import Sample, Sampling
-from environments.sdk.session.prefix_matching import Chat, Prompt
+from environments.sdk.session.prompt_tokens import Chat, Prompt
 from environments.sdk.session.turns import DeltaWriter, SampleReader, Turn
 from environments.sdk.testing_servers import make_chat_tokenizer
 from environments.sdk.tokenizer import Codec

@@ -13,8 +13,8 @@ from example_trainer.checkpoint_model_files import read_tensors
 from example_trainer.cli import run_trackers
 from example_trainer.distributed.ranks import Ranks
 from example_trainer.monitoring.trackers import read_metrics
+from example_trainer.sft.batches import hold_out, load_tokenizer, read_samples
 from example_trainer.sft.config import SftConfig
-from example_trainer.sft.data import hold_out, load_tokenizer, read_samples
 from example_trainer.sft.fine_tuning import FineTuning, FineTuningData
 
 from .ranks import run_ranks

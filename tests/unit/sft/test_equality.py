@@ -13,8 +13,8 @@ from torch import Tensor
 from example_trainer.library import ChatBatch, ChatDataCollator, ChatDataset
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import policy_options
+from example_trainer.sft.batches import Sample, load_tokenizer, make_batch, read_samples
 from example_trainer.sft.config import SftConfig
-from example_trainer.sft.data import Sample, load_tokenizer, make_batch, read_samples
 from example_trainer.step.train_step import make_train_step
 from example_trainer.training import Learner
 

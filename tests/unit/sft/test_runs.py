@@ -17,7 +17,7 @@ from example_trainer.checkpoint_model_files import read_tensors
 from example_trainer.checkpointing import list_checkpoints
 from example_trainer.cli import run as run_grpo
 from example_trainer.monitoring.trackers import JsonlTracker, read_metrics
-from example_trainer.sft.data import Sample, SampleOrder
+from example_trainer.sft.batches import Sample, SampleOrder
 from example_trainer.tiny.tokenizer import CHAT_TEMPLATE
 
 from .conftest import CHATS

@@ -10,7 +10,7 @@ from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import ToolParserUnknown
 from environments.sdk.inference.vllm import VllmServer
 from environments.sdk.session.openai_client import ManagedServerAdapter
-from environments.sdk.session.prefix_matching import DriftLog
+from environments.sdk.session.prompt_tokens import DriftLog
 from environments.sdk.session.session import ManagedSession
 from environments.sdk.session.tokens_and_masks import NOT_TRAINED
 from environments.sdk.testing import FakeInference, InProcess

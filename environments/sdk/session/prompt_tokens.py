@@ -1,4 +1,4 @@
-"""Prefix matching: which sequence a call continues, and the tokens of its prompt.
+"""Tokens of a call's prompt, by prefix matching: which sequence it continues, and what is encoded anew.
 
 The prompt is the tokens that the sequence already has, and the new part encoded. A chat is compared message by message.
 The sampled messages are rendered as placeholders, so that the text between them is known even with a template that
