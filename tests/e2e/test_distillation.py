@@ -26,13 +26,13 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, WINDOW = 20, 3
+STEPS, WINDOW = 40, 3
 LONGEST_ANSWER = 8
 """Maximum tokens of an answer: longer ones of a tiny model reach text on which neither model was trained."""
 ASKED = "{question}\n"
 """A prompt other than the chat that both models were trained on, where they agree already."""
 LARGEST_REST = 0.5
-"""Largest share of the first step's divergence that may be left; 0.29 was seen."""
+"""Largest share of the first step's divergence that may be left; 0.16 was seen, and 0.53 after half the steps."""
 
 
 def test_a_student_comes_half_as_far_from_its_teacher_in_one_command(
