@@ -79,12 +79,16 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/compare_trl.py
 	$(BIN)/python -m benchmarks.broker
 	$(BIN)/python -m benchmarks.broker.fsync
+	$(BIN)/python -m benchmarks.broker.watching
+	$(BIN)/python -m benchmarks.broker.soak
+	$(BIN)/python benchmarks/mutated_bodies
 	$(BIN)/python -m benchmarks.bf16_updates
 	$(BIN)/python -m benchmarks.trl_losses
 	$(BIN)/python -m benchmarks.learner_speed
 	$(BIN)/python -m benchmarks.head_memory
 	$(BIN)/python -m benchmarks.sandbox
 	$(BIN)/python -m benchmarks.stragglers
+	$(BIN)/python benchmarks/staleness.py
 	$(BIN)/python benchmarks/sync/modes.py
 	$(BIN)/python benchmarks/sync/publishing.py
 	$(BIN)/python benchmarks/sync/lora_only.py

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal
 
@@ -90,7 +91,10 @@ class DurableLedger(SqliteLedger):
         self, directory: Path, bodies: SegmentLog, *, fsync: Fsync, lock: DirectoryLock, reach: Reach = ignore_failpoint
     ) -> None:
         synchronous = "OFF" if fsync == "never" else "NORMAL"
-        super().__init__(directory / "ledger.sqlite", synchronous=synchronous)
+        path = directory / "ledger.sqlite"
+        with suppress(OSError):  # SQLite reports what is wrong with the path, and gives its other files this one's mode
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        super().__init__(path, synchronous=synchronous)
         self._bodies = bodies
         self._lock = lock
         self._reach = reach

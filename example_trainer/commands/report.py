@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from atropos_api.common.cliconfig import ConfigError, nearest
+from atropos_api.common.html_pages import is_page
 from example_trainer.launcher.comparison import as_rows, as_table, differing_settings, label_runs, settings_of
 from example_trainer.launcher.run_report import REPORT_NAME, RunRecord, read_run, write_report
 from example_trainer.launcher.summary import as_table as summary_table
@@ -89,7 +90,10 @@ def take_page(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
     rest, value = _take(arguments, HTML_FLAG)
     if value == "" or (value is not None and Path(value).is_dir()):
         raise ConfigError(f"{HTML_FLAG} {value} is not a file to write; name one, {HTML_FLAG} report.html")
-    return rest, None if value is None else Path(value)
+    page = None if value is None else Path(value)
+    if page is not None and page.exists() and not is_page(page):
+        raise ConfigError(f"{HTML_FLAG} {value} exists and is no report; name another file")
+    return rest, page
 
 
 def _take(arguments: Sequence[str], flag: str) -> tuple[list[str], str | None]:

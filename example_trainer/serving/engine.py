@@ -303,6 +303,7 @@ class EngineAdapter:
         def admit(*args: Any, **kwargs: Any) -> Any:
             try:
                 request = process(*args, **kwargs)
+                request.request_id.encode()  # with n > 1 vLLM would fail on such an id while it handles our refusal
             except (OverflowError, UnicodeEncodeError, TypeError) as error:
                 raise VLLMValidationError(
                     f"the request has a value that is neither text nor number: {error}"

@@ -78,8 +78,10 @@ def ensure_base(task: TaskName, seed: int = 0, cache_dir: Path | None = None) ->
 
 
 def copy_base(source: Path, directory: Path) -> None:
-    """Copy a cached model into `directory`, which may exist."""
+    """Copy a cached model into `directory`, which may be empty or hold a base of an earlier call."""
     try:
+        if directory.exists() and any(directory.iterdir()) and not is_complete(directory):
+            raise BaseNotWritten(f"--out {directory}: holds other files; name a new or an empty folder")
         shutil.copytree(source, directory, dirs_exist_ok=True)
     except OSError as error:
         raise BaseNotWritten(f"--out {directory}: cannot be written ({error}); name another folder") from error

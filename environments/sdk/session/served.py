@@ -18,7 +18,6 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.datastructures import Headers
@@ -26,7 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from atropos_api.common.cross_site import host_name, is_address
+from atropos_api.common.cross_site import foreign_page_header, host_name, is_address
 from environments.sdk.config import KEY_PREFIX, SessionSettings
 from environments.sdk.errors import (
     EnvironmentsError,
@@ -79,9 +78,6 @@ def _problem(status: int, message: str, param: str | None = None) -> dict[str, A
     return {"error": {"message": message, "type": kind, "code": status, "param": param}}
 
 
-OWN_SITES = frozenset({"same-origin", "none"})
-
-
 def new_secret() -> str:
     """Return an id or a key that cannot be guessed: 192 random bits."""
     return secrets.token_urlsafe(24)
@@ -99,10 +95,10 @@ def refuse_foreign_host(headers: Headers, names: frozenset[str]) -> None:
 
 def refuse_foreign_page(headers: Headers) -> None:
     """Refuse requests that a page of another site has caused."""
-    host = headers.get("host", "")
-    origin, site = headers.get("origin"), headers.get("sec-fetch-site")
-    if (origin is not None and urlsplit(origin).netloc != host) or (site is not None and site not in OWN_SITES):
-        raise HTTPException(403, f"pages of another site ({origin or site}) may not use sessions")
+    foreign = foreign_page_header(dict(headers.raw))
+    if foreign is not None:
+        name, value = (part.decode("latin-1") for part in foreign)
+        raise HTTPException(403, f"pages of another site ({name}: {value[:80]}) may not use sessions")
 
 
 def refuse_other_content(method: str, headers: Headers) -> None:

@@ -191,6 +191,11 @@ def test_the_page_of_a_report_goes_where_it_is_asked_for(tmp_path: Path, capsys:
     assert "<polyline" in wanted.read_text()
     assert main.run(["report", str(run)]) == 0
     assert (run / "report.html").exists()
+    assert main.run(["report", str(run), "--html", str(wanted)]) == 0, "a report may be written again"
+    (tmp_path / "notes.html").write_text("<p>mine</p>")
+    with pytest.raises(ConfigError, match=r"--html .*notes.html exists and is no report; name another file"):
+        main.run(["report", str(run), "--html", str(tmp_path / "notes.html")])
+    assert (tmp_path / "notes.html").read_text() == "<p>mine</p>"
     with pytest.raises(ConfigError, match=r"/proc: cannot be used \(.*\); --html names the report's file"):
         main.run(["report", str(run), "--html", "/proc/report.html"])
     for bad in (["--html"], ["--html", str(tmp_path)]):

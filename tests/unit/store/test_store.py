@@ -269,6 +269,14 @@ def test_fresh_deletes_what_was_there(tmp_path, end):
     ledger.close()
 
 
+def test_the_files_of_a_directory_that_others_may_read_are_its_owners_alone(tmp_path):
+    tmp_path.chmod(0o755)
+    for part in reversed(open_store(str(tmp_path))):
+        part.close()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}, files
+
+
 def test_a_new_directory_is_its_owners_alone(tmp_path):
     for part in reversed(open_store(str(tmp_path / "store"))):
         part.close()

@@ -93,3 +93,15 @@ def test_a_folder_that_cannot_be_written_is_one_line(makes, tmp_path, flag):
     flags = ["--seed", "3", "--cache-dir", str(tmp_path / "cache"), flag, str(occupied / "below")]
     with pytest.raises(BaseNotWritten, match=f"{occupied}.* cannot be written .*name another"):
         describe_base(flags)
+
+
+def test_a_folder_with_other_files_is_refused_and_a_base_may_be_copied_again(makes, tmp_path):
+    flags = ["--seed", "3", "--cache-dir", str(tmp_path / "cache"), "--out"]
+    for _ in range(2):
+        assert describe_base([*flags, str(tmp_path / "copy")]) == 0
+    mine = tmp_path / "mine/config.json"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    with pytest.raises(BaseNotWritten, match=f"--out {mine.parent}: holds other files; name a new or an empty folder"):
+        describe_base([*flags, str(mine.parent)])
+    assert [path.read_text() for path in mine.parent.iterdir()] == ["mine"]

@@ -78,6 +78,8 @@ FOREIGN_PAGES = (
     {"Host": "evil.example:8000"},
     {"Origin": "http://evil.example"},
     {"Origin": "null"},
+    {"Origin": "http://[::1"},
+    {"Referer": "http://evil.example/page"},
     {"Sec-Fetch-Site": "cross-site"},
     {"Sec-Fetch-Site": "same-site"},
 )
