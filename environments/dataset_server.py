@@ -155,7 +155,7 @@ class DatasetEnv(QuestionEnv):
         """Sample answers to a row, and return them as the rewards take them."""
         messages = self.messages(row)
         prompt = self.template(messages) if messages else row.question
-        room = self.longest_answer(len(self.tokenizer.encode(prompt)))
+        room = self.longest_answer(self.chat_length(messages) if messages else len(self.tokenizer.encode(prompt)))
         options: dict[str, Any] = {
             "n": count,
             "max_tokens": min(room, self.config.max_new_tokens or room),

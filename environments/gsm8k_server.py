@@ -127,10 +127,8 @@ class GSM8kEnv(QuestionEnv):
             )
             return [answer_of(node, prompt, stop=STOP) for node in session.nodes]
         messages = self.chat(question)
-        prompt_tokens = len(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-        completion = await session.chat_completion(
-            messages=messages, n=count, max_tokens=self.longest_answer(prompt_tokens), temperature=temperature
-        )
+        room = self.longest_answer(self.chat_length(messages))
+        completion = await session.chat_completion(messages=messages, n=count, max_tokens=room, temperature=temperature)
         return [choice.message.content or "" for choice in completion.choices]
 
     def chat(self, question: Question) -> list[dict[str, str]]:

@@ -106,10 +106,10 @@ class JudgeEnv(QuestionEnv):
 
     async def collect(self, question: Question) -> ScoredDataGroup:
         async with self.server.managed_server() as session:
-            prompt = self.tokenizer.apply_chat_template(self.chat(question), add_generation_prompt=True, tokenize=False)
-            room = self.longest_answer(len(self.tokenizer.encode(prompt)))
+            messages = self.chat(question)
+            room = self.longest_answer(self.chat_length(messages))
             completion = await session.chat_completion(
-                messages=self.chat(question),
+                messages=messages,
                 n=self.config.group_size,
                 max_tokens=min(room, self.config.max_new_tokens),
                 temperature=1.0,

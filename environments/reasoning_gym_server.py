@@ -123,8 +123,7 @@ class ReasoningGymEnv(QuestionEnv):
         self, session: ManagedSession, question: Question, *, count: int, temperature: float
     ) -> list[str]:
         messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question.question}]
-        prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        room = self.longest_answer(len(self.tokenizer.encode(prompt)))
+        room = self.longest_answer(self.chat_length(messages))
         completion = await session.chat_completion(messages=messages, n=count, max_tokens=room, temperature=temperature)
         return [choice.message.content or "" for choice in completion.choices]
 

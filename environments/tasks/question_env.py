@@ -187,6 +187,10 @@ class QuestionEnv(BaseEnv):
         """Return the token limit of an answer, so that the trainer accepts the whole sequence."""
         return require_room(min(self.config.max_token_length, self.longest_sequence - prompt_tokens), prompt_tokens)
 
+    def chat_length(self, messages: Sequence[Mapping[str, Any]]) -> int:
+        """Return the tokens of a chat's prompt; its template already writes the tokens that begin a text."""
+        return len(self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False))
+
     @property
     def longest_sequence(self) -> int:
         """The length of the longest sequence that the trainer accepts, in tokens; an evaluation has no such limit."""

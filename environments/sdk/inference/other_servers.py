@@ -100,7 +100,7 @@ class SglangServer(HttpServer):
             if body.lstrip()[:1] == b"[":
                 return msgspec.json.decode(body, type=list[Output])
             return [msgspec.json.decode(body, type=Output)]
-        except msgspec.ValidationError as error:
+        except msgspec.MsgspecError as error:
             raise InferenceRefused(f"{self._url} sent an unexpected answer: {error}") from error
 
     def _sample(self, info: MetaInfo) -> Sample:
@@ -180,5 +180,5 @@ class TrlServer(HttpServer):
         body = await self.channel.post(url, msgspec.json.encode(fields), split, failover=failover)
         try:
             return msgspec.json.decode(body, type=TrlReply)
-        except msgspec.ValidationError as error:
+        except msgspec.MsgspecError as error:
             raise InferenceRefused(f"{url} sent an unexpected answer: {error}") from error

@@ -111,7 +111,10 @@ class VllmServer(HttpServer):
         if self._dialect is None:
             await self._detect_dialect(failover)
         body = await self.channel.post(self._url, self._encoder.encode(fields), split, failover=failover)
-        found = msgspec.json.decode(body, type=PromptReply).prompt_logprobs
+        try:
+            found = msgspec.json.decode(body, type=PromptReply).prompt_logprobs
+        except msgspec.MsgspecError as error:
+            raise InferenceRefused(f"{self._url} sent an unexpected answer: {error}") from error
         if found is None:
             raise InferenceRefused(f"{self._url} answered without prompt_logprobs; that server cannot be a teacher")
         return top_of_prompt(prompt_tokens, found, top_k, self._url)
@@ -200,7 +203,7 @@ def _from_compact(reply: CompactReply) -> list[Sample]:
 def _from_plain(body: bytes, url: str) -> list[Sample]:
     try:
         choices = msgspec.json.decode(body, type=PlainReply).choices
-    except msgspec.ValidationError as error:
+    except msgspec.MsgspecError as error:
         raise InferenceRefused(f"{url} sent an unexpected answer: {error}") from error
     if any(choice.token_ids is None or choice.logprobs is None for choice in choices):
         raise InferenceRefused(f"{url} answered without token_ids or logprobs; vLLM 0.32 or newer returns them")

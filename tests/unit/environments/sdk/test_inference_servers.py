@@ -140,6 +140,29 @@ async def test_an_answer_whose_parts_do_not_fit_together_is_refused_with_the_ser
         await servers.servers[0].generate([3, 4], Sampling(n=2, max_tokens=2), "train")
 
 
+class Proxied:
+    """A transport whose every answer is a page, as a proxy gives it."""
+
+    async def request(self, *_, **__):
+        return Response(200, b"<html>sign in</html>")
+
+    async def aclose(self):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("ask", ["generate", "prompt_logprobs"])
+async def test_a_page_in_the_place_of_an_answer_is_refused_with_the_servers_address(tokenizer, kind, ask):
+    servers = manager(tokenizer, config(kind, model_name="m"), transport=Proxied())
+    server = servers.servers[0]
+    with pytest.raises(InferenceRefused, match="http://fake/"):
+        await (
+            server.generate([3, 4], Sampling(n=1, max_tokens=2), "train")
+            if ask == "generate"
+            else server.prompt_logprobs([3, 4], 1, "train")
+        )
+
+
 async def test_trl_is_asked_with_text_and_refused_for_training_without_logprobs(tokenizer):
     fake = FakeTrl(respond=lambda *_: tokenizer.encode("42"), encode=tokenizer.encode)
     servers = manager(tokenizer, config("trl"), transport=InProcess(fake))
