@@ -197,7 +197,7 @@ def _under(preset: Preset, given: Mapping[str, Any]) -> dict[str, Any]:
     at_sequence_level = given.get("importance_sampling_level") == "sequence"
     loss_type = given.get("loss_type") or ("gspo" if at_sequence_level else None)
     if loss_type not in {None, filled.get("loss_type")}:
-        # A loss that is given brings its paper's form, and not half of it beside the preset's.
+        # A loss type that the user gives comes with all settings of its paper, so the preset's are removed.
         for name in PUBLISHED_FORMS.get(str(loss_type), {}):
             filled.pop(name, None)
     if {"rollout_batch_size", "train_batch_size"} & {name for name, value in given.items() if value is not None}:
