@@ -159,7 +159,7 @@ class BrokerClient:
         return calls.read_answer(self._send(call), Pacing)
 
     def lease_items(self, environment_id: int, request: ItemRequest) -> ItemLease:
-        """Report what became of leased items and lease others; a repeated call gets the same answer."""
+        """Report what happened to leased items and lease others; a repeated call gets the same answer."""
         return calls.read_answer(self._send(calls.lease_items(environment_id, request)), ItemLease)
 
     def report_dropped(self, environment_id: int, report: DropReport) -> None:

@@ -168,7 +168,7 @@ def submit(
 ) -> Call:
     try:
         body, media_type = _encode_submission(environment_id, groups, form)
-    except (TypeError, ValueError, RecursionError) as error:  # an object, half a surrogate pair, a loop
+    except (TypeError, ValueError, RecursionError) as error:  # as for an object, half a surrogate pair, a loop
         raise GroupNotEncodable(f"the group holds what JSON cannot ({type(error).__name__}: {error})") from error
     headers = {"Idempotency-Key": idempotency_key, "Content-Type": media_type}
     params = {} if run_id is None else {"run_id": run_id}

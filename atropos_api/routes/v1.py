@@ -177,7 +177,7 @@ async def report_dropped(request: Request, environment_id: str) -> Response:
 
 @route(
     "POST /v1/environments/{environment_id}/items",
-    "Lease items of the environment's data, and report what became of those leased before",
+    "Lease items of the environment's data, and report what happened to those leased before",
     help="Items are numbers, counted from 0 in each run. One is leased until it is finished or dropped, or until "
     "another process of the environment asks: then it is leased again, before new ones. A repeated call gets the same "
     "answer.",

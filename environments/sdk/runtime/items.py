@@ -1,6 +1,6 @@
 """Leases of item numbers from the broker, for environments whose items have numbers (`Environment.item_at`).
 
-The broker gives each number to one process and remembers what became of it. A number is finished when all its groups
+The broker gives each number to one process and remembers what happened to it. A number is finished when all its groups
 are acknowledged; until then, a process that takes over gets it again. Groups are submitted under keys made of their
 item's number, so an item that is rolled out again adds none that the broker has already.
 """
@@ -94,12 +94,12 @@ class ItemLeases:
         self._tokens += sum(len(mask) - mask.count(NOT_TRAINED) for mask in group.masks)
 
     async def close(self) -> None:
-        """Report what became of the items since the last call."""
+        """Report what happened to the items since the last call."""
         if self._call and self.supported and (self._finished or self._dropped):
             await self._report(count=0)
 
     async def _report(self, count: int) -> None:
-        """Tell the broker what became of items and lease `count` others; without its answer they are reported again."""
+        """Report what happened to items and lease `count` others; without an answer they are reported again."""
         request = ItemRequest(
             process=self._process,
             call=self._call + 1,
