@@ -35,7 +35,7 @@ PAGE_CALLS: Final = re.compile(r"/|/page/.*|/health|/livez|/readyz|/v1/status|/v
 MOST_RECENT_BYTES: Final = 256 * 2**20
 LEDGER: Final = "ledger.sqlite"
 FIRST_SEQ: Final = -(2**40)
-"""Place in the order of arrival of a batch's first group: those of the store are positive, and order within is kept."""
+"""`seq` of the first recorded group of a batch: negative, because those of the store are positive."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class RecordedBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedRun:
-    """A run as the files of its directory tell it."""
+    """A run as recorded in the files of its directory."""
 
     name: str
     num_steps: int

@@ -60,7 +60,7 @@ class VerifiersEnvConfig(BaseEnvConfig):
     """The configuration names the environment to run and its settings."""
 
     environment: str = Field("", description="Name of an installed verifiers environment, or a Python file with one.")
-    environment_options: JsonObject = Field("{}", description="What its load_environment takes, as JSON.")
+    environment_options: JsonObject = Field("{}", description="Arguments of its load_environment, as a JSON object.")
     max_new_tokens: int = Field(1024, ge=1, description="Tokens that one turn may sample.")
     temperature: float = Field(1.0, gt=0, description="Temperature of training rollouts.")
     eval_problems: int = Field(100, ge=1, description="Problems in an evaluation.")
@@ -233,7 +233,9 @@ def make_client(rollouts: Rollouts, message_type: str) -> Any:
 def load_environment(config: VerifiersEnvConfig) -> Any:
     """Load the library's environment; the signal handlers it installs are removed again."""
     if not config.environment:
-        raise VerifiersMissing("name one: --env.environment NAME, or a Python file with a load_environment")
+        raise VerifiersMissing(
+            "--env.environment is not set; name an installed environment, or a Python file with a load_environment"
+        )
     try:
         package = import_module("verifiers")
     except ImportError as error:

@@ -212,7 +212,7 @@ def refuse_changed_settings(
 
 
 def _meant(name: str, value: Any) -> Any:
-    """Return what a setting's value means, which others may mean too: an order of modules, the default by name."""
+    """Return a setting's value such that equal meanings are equal: modules are sorted, the default is spelled out."""
     return sorted(set(value or ADAPTED_BY_DEFAULT)) if name == "lora_target_modules" else value
 
 
@@ -335,7 +335,7 @@ def remembered(steps_by_version: Mapping[int, int]) -> dict[str, int]:
 
 
 def _last_written_first(root: Path) -> list[Path]:
-    """Return the checkpoints, highest step first, but those of a course that a resume has left after all others.
+    """Return the checkpoints, highest step first; those that a resume went back from come after all others.
 
     These have higher steps than the one that `latest` points to, and are older than that link.
     """
@@ -394,7 +394,7 @@ def _remove_leftovers(root: Path) -> None:
 
 
 def _prune(root: Path, keep_last: int, step: int) -> None:
-    """Remove all but the last ones up to `step`; higher ones belong to a course that a resume has left."""
+    """Remove all but the last ones up to `step`; a resume went back from the higher ones, so they are not counted."""
     reached = [path for path in list_checkpoints(root) if _step_of(path) <= step]
     for path in reached[:-keep_last]:
         shutil.rmtree(path, ignore_errors=True)

@@ -16,7 +16,7 @@ from atropos_api.wire.reports import EnvironmentActivity, TrainerActivity
 ReportT = TypeVar("ReportT")
 
 BETWEEN_REQUESTS_SECONDS: Final = 3.0
-"""A wait lasts on if the next request for the same thing follows in this time: Atropos' trainers poll each second."""
+"""Requests for the same thing that are no further apart than this are one wait: Atropos' trainers poll each second."""
 
 RATE_SECONDS: Final = 30.0
 SAMPLE_SECONDS: Final = 1.0
@@ -26,7 +26,7 @@ FORGET_SECONDS: Final = 900.0
 
 @dataclass(slots=True)
 class Wait:
-    """A wait of the trainer for one thing; it lasts over requests that follow each other closely."""
+    """A wait of the trainer for one thing; requests that follow each other closely are one wait."""
 
     number: int = -1
     """The number of the batch that is waited for."""
@@ -50,7 +50,7 @@ class Wait:
 
     @contextmanager
     def request(self, clock: Callable[[], float]) -> Iterator[None]:
-        """Count a request that waits inside the block; the wait lasts on if the next follows its end closely."""
+        """Count a request that waits inside the block; a request soon after it continues the same wait."""
         self.open_requests += 1
         try:
             yield

@@ -315,7 +315,7 @@ class Broker:
             self.state.events.add("groups-dropped", name=row.display_name, groups=added, reason=report.explanation)
 
     def lease_items(self, environment_id: int, request: ItemRequest) -> ItemLease:
-        """Record what became of an environment's items, and lease others to it."""
+        """Record what happened to an environment's items, and lease others to it."""
         row = self.state.environments.get(environment_id)
         self.touch(row)
         return self.items.lease(row, request)

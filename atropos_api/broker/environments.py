@@ -76,7 +76,7 @@ class Environments:
             yield
         finally:
             self._waiting.subtract([process])
-            self._waiting += Counter()  # forgets those of which none is open
+            self._waiting += Counter()  # adding a Counter drops the names whose count is 0
 
     def refuse_other_process(self, row: EnvironmentRow, process: str) -> None:
         """Raise `UnknownEnvironment` if this environment is another process's by now, so that the caller registers."""

@@ -25,7 +25,7 @@ class Finding(msgspec.Struct, kw_only=True):
     severity: Severity
     headline: str
     edge: EdgeName | None = None
-    """The edge of the flow on which nothing moves, or less than elsewhere; None: no edge is to blame."""
+    """The edge of the flow on which nothing moves, or less than elsewhere; None if the cause is not at one edge."""
     detail: str = ""
     advice: str = ""
     seconds: float | None = None

@@ -69,7 +69,7 @@ class Fleets:
         return FleetLease(lease_seconds=self.lease_seconds, wanted=entry.wanted, request=entry.request)
 
     def scale(self, fleet_id: str, wanted: int) -> int:
-        """Ask for a number of servers and return the number of this request; `is_followed` tells what became of it."""
+        """Ask for a number of servers and return the number of this request; `is_followed` takes that number."""
         entry = self._find(fleet_id)
         report = entry.report
         if report.fixed:

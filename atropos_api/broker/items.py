@@ -28,7 +28,7 @@ class Items:
         self._state = state
 
     def lease(self, row: EnvironmentRow, request: ItemRequest) -> ItemLease:
-        """Record what became of items and lease others: those that an ended process left first, then new ones."""
+        """Record what happened to items and lease others: those that an ended process left first, then new ones."""
         run = self._state.runs.open
         run_id = run.run_id if run is not None else row.items.run_id if row.items is not None else None
         if run_id is None:
@@ -41,7 +41,7 @@ class Items:
                 f"call {request.call} is over, the last one was {items.call}; count calls up, and repeat only the last",
                 last_call=items.call,
             )
-        # When the run has ended, what became of its items is still recorded, but no others are leased.
+        # When the run has ended, what happened to its items is still recorded, but no others are leased.
         changed = _lease(_settle(items, request), request, count=request.count if run is not None else 0)
         self._state.environments.keep_items(row, changed)
         return ItemLease(run_id=run_id, items=list(changed.answer))

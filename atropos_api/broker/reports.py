@@ -112,7 +112,7 @@ class RunMetrics:
             self._forget_table(run_id)
 
     def last_step(self, run_id: str) -> int | None:
-        """Return the last step reported since this process began; it tells a watcher that there is more to read."""
+        """Return the last step reported since this process began; it shows a watcher that there is more to read."""
         return self._last_steps.get(run_id)
 
     def latest(self, run_id: str) -> dict[str, float]:

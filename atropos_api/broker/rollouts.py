@@ -80,7 +80,7 @@ class Rollouts:
         )
 
     def _all(self, run_id: str) -> Iterator[Rollout]:
-        """Yield the groups of a run, the newest batch first, queued groups before all; a body may not be read yet."""
+        """Yield the groups of a run, some without their body: queued ones, then those of batches, the newest first."""
         state = self._state
         open_run = state.runs.open
         if open_run is not None and open_run.run_id == run_id:

@@ -20,11 +20,13 @@ NOT_THERE_YET: Final[Mapping[str, str]] = {
 """Rules that find a part missing, with the part: while a run starts, none of them is a stall."""
 
 AFTER_PUBLISH: Final = frozenset({"no-environment"})
-"""Those of them that are none after the first publish either: before it, a server had answered the trainer."""
+"""Of these rules, those that are no stall after the first publish either. The others are: the trainer and a server were
+there when the first weights were published.
+"""
 
 
 def calm_while_starting(facts: Facts, found: list[Finding]) -> list[Finding]:
-    """Return the findings, with one that the run is starting in place of those that a start has by itself.
+    """Return the findings; those that are usual while a run starts are replaced by one that says so.
 
     While a part is missing, idle inference and late groups are its consequences. With all parts there, only the wait
     for the first rollouts is usual.

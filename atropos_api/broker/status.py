@@ -44,7 +44,7 @@ class RunStatus(RunRow, kw_only=True):
     current_step: int
     next_batch: int
     metrics_step: int | None
-    """The last step whose metrics were reported since this broker began; it tells that there is more to read."""
+    """The last step whose metrics were reported since this broker began; it shows that there is more to read."""
     last_step_seconds: float | None
     """Time since the report of a step came last; None: none has come since this broker began."""
 

@@ -126,7 +126,7 @@ class IdempotencyKeys:
     """Idempotency keys by owner (an environment's name), remembered until an hour after their groups are done.
 
     The key of a leased item's group is remembered until the item is settled: after a power cut its environment may be
-    started the next day, and would have the item trained a second time. From then on the item itself is the memory.
+    started the next day, and would have the item trained a second time. A repeat after that is recognised by the item.
     """
 
     def __init__(self, state: State, rows: Iterable[KeyRow]) -> None:
@@ -166,8 +166,10 @@ class IdempotencyKeys:
         return self._by_key.get((owner, key))
 
     def is_repeat(self, owner: str, key: str) -> bool:
-        """Return True if groups came under this key before, or if it is of an item that is settled: a process that was
-        stopped for longer than a key is remembered may send its group after the item was trained from another's.
+        """Return True if groups came under this key before, or if its item is settled.
+
+        A process that was stopped for longer than a key is remembered may send its group late, when the item has been
+        trained with the group of another process.
         """
         return self.find(owner, key) is not None or self._is_open(owner, key) is False
 

@@ -183,7 +183,7 @@ class Calls:
         return Call(method="PUT", path=path, content=_encoder.encode(report), read=_no_answer)
 
     def lease_items(self, environment_id: int, request: ItemRequest) -> Call[ItemLease]:
-        """Report what became of leased items and lease others; a repeated call gets the same answer."""
+        """Report what happened to leased items and lease others; a repeated call gets the same answer."""
         path = f"/v1/environments/{environment_id}/items"
         return Call(method="POST", path=path, content=_encoder.encode(request), read=_answer(ItemLease))
 

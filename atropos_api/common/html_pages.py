@@ -1,7 +1,7 @@
 """Pages that are one file, in the style of the live page: reports, groups of rollouts, the description of the API.
 
-They have no script, and their policy lets a browser load nothing, so they can be kept, sent and opened anywhere. Text
-of a model, an environment or a run file goes through `as_html`.
+They have no script, and their Content-Security-Policy lets a browser load nothing, so they can be kept, sent and opened
+anywhere. Text of a model, an environment or a run file goes through `as_html`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def as_html(text: object) -> str:
 
 
 def visible(text: object) -> str:
-    """Return text in which control characters, those that change its direction, and halves of surrogate pairs stand as
-    their numbers.
+    """Return text with the numbers of characters that a reader could not see: control characters, those that change the
+    direction of text, and halves of surrogate pairs.
     """
     return HIDDEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", str(text))
 

@@ -38,7 +38,10 @@ def keep_freed_memory() -> bool:
 
 
 class Trimmer:
-    """It returns freed memory if the process grew since the last trim; a trim takes some ms, in any thread."""
+    """Trimmer of freed memory: `trim` returns it to the system if the process has grown since the last call.
+
+    A trim takes some milliseconds and may run in any thread.
+    """
 
     def __init__(self) -> None:
         self._resident_bytes = 0

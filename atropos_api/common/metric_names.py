@@ -1,9 +1,9 @@
-"""The names of all metrics, spelt once: metrics.jsonl, W&B and the page use these, Prometheus a spelling of its own.
+"""The names of all metrics of a run, as metrics.jsonl, W&B and the page use them.
 
-That spelling is made in `monitoring.prometheus`; the metrics of the broker's own process are in `routes.metrics`.
+`monitoring.prometheus` derives Prometheus' names from them; metrics of the broker's process are in `routes.metrics`.
 
-The text under a name is its line in docs/reference/metrics.md, the comment over a group of names its heading there; a
-name in braces stands for a family. Code that logs a metric adds its name here, at the end of its section.
+The text under a name is its line in docs/reference/metrics.md, and the comment over a group of names is its heading
+there; a name with braces stands for a family. Code that logs a metric adds its name here, at the end of its section.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ TRAIN_LOSS_TERM: Final = "train/loss_{term}"
 TRAIN_KL_REFERENCE: Final = "train/kl_reference"
 """Estimate of the divergence from the reference policy, in nats a token; only with --kl-coef."""
 TRAIN_KL_COEF: Final = "train/kl_coef"
-"""Its coefficient in this step; --target-kl moves it."""
+"""Its coefficient in this step; --target-kl adapts it."""
 TRAIN_SKIPPED_STEPS: Final = "train/skipped_steps"
 """Optimizer steps left out because the gradient overflowed at the loss scale; only with --dtype float16."""
 TRAIN_LOSS_SCALE: Final = "train/loss_scale"
@@ -125,7 +125,7 @@ SECOND_MOMENT: Final = "grpo/second_moment"
 """Mean squared log-ratio, policy to sampler, of the tokens that their advantage pushes away from the sampler; only with
 --loss-type m2po."""
 SECOND_MOMENT_KEPT: Final = "grpo/second_moment_kept"
-"""The same without the tokens that it masks: at most --m2-threshold."""
+"""The same without the tokens that the loss masks: at most --m2-threshold."""
 
 # Logprobs
 LOGPROBS_TRAINING_MEAN: Final = "logprobs/training_mean"
@@ -137,7 +137,7 @@ LOGPROBS_INFERENCE_MEAN: Final = "logprobs/inference_mean"
 LOGPROBS_INFERENCE_STD: Final = "logprobs/inference_std"
 """Population standard deviation of the same."""
 
-# Alignment: trainer minus sampler, under the very weights that a token was sampled with, before they move
+# Alignment: logprobs of trainer minus sampler, both under the weights that sampled the token, before these change
 ALIGNMENT_DIFF_MEAN: Final = "alignment/diff_mean"
 """Mean difference; close to 0."""
 ALIGNMENT_DIFF_ABS_MEAN: Final = "alignment/diff_abs_mean"
@@ -191,7 +191,7 @@ TIME_TRAIN: Final = "time/train"
 TIME_SYNC: Final = "time/sync"
 """The last publish, from its call to the server serving the new version."""
 TIME_SYNC_FENCE: Final = "time/sync_fence"
-"""Time for which that publish held new requests."""
+"""Time for which that publish held back new requests."""
 TIME_SYNC_LOSS: Final = "time/sync_loss"
 """Generation time lost by draining and recomputing running requests, if the server chose (`--in-flight auto`)."""
 TIME_SYNC_EXPECTED_LOSS: Final = "time/sync_expected_loss"

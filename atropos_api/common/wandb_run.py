@@ -52,7 +52,7 @@ def has_shared_mode() -> bool:
 
 
 def arguments(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `own` for a run that this process begins; nothing for one that it joins, which has its name already."""
+    """Return the arguments of `wandb.init`: `own` if this process begins the run, else none, since the run has them."""
     if os.environ.get(_PRIMARY) != "false":
         return dict(own)
     if directory := os.environ.get(_DIRECTORY):

@@ -1,9 +1,9 @@
-"""Authentication: the token, by header or by path prefix, and refusal of what a foreign web page caused.
+"""Authentication: the token, by header or by path prefix, and refusal of requests that a foreign web page caused.
 
-A web page opened on the broker's machine is a loopback peer like any other; it is recognised by headers that browsers
-add and that it cannot change: the host it asked for, its origin, how the request came about. `RequestGuard` holds the
-rules and `AuthMiddleware` applies them. `AcceptedToken` is the token that callers must show: given once, or in a file
-that SIGHUP reloads.
+A web page that is open in a browser on the broker's machine sends its requests from loopback, as local programs do. It
+is recognised by headers that browsers add and a page cannot change: `Host`, `Origin`, `Sec-Fetch-Site` and the like.
+`RequestGuard` holds the rules and `AuthMiddleware` applies them. `AcceptedToken` is the token that callers must send:
+given once, or in a file that SIGHUP reloads.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RequestGuard:
         """Return the answer that refuses the call, or None if it may be made. `path` comes without `/t/<token>`."""
         if self._only is not None and not (method in {"GET", "HEAD"} and self._only.fullmatch(path)):
             return problem_response(
-                405, "method-not-allowed", "this page shows a run that has ended, and takes no call"
+                405, "method-not-allowed", "this server only shows a run that has ended; send calls to a broker"
             )
         shown = {name: value for name, value in headers if name in WANTED_HEADERS}
         return self._check_token(path, shown, token) or self._check_site(method, path, shown)
@@ -92,8 +92,8 @@ class RequestGuard:
 
     def _check_site(self, method: str, path: str, shown: Shown) -> Response | None:
         host = shown.get(b"host", b"")
-        # A caller with the token is not a foreign page; without one, only a host name of ours proves that DNS was not
-        # rebound.
+        # A caller with the token is not a foreign page. If no token is configured, only a host name of this machine
+        # proves that the page did not rebind DNS.
         if self._token.value is None and not self._is_own_host(host):
             name = host.decode("latin-1")[:80]
             detail = f"the host name {name!r} is not one of this broker's; allow it with --allowed-hosts"

@@ -55,7 +55,7 @@ class StatusText(NamedTuple):
     """The count of notifications that it covers."""
     described_at: float
     diagnosis: str
-    """The rules that hold; it changes when the diagnosis does, and not with the seconds in its words."""
+    """The names of the rules that hold: this changes with the diagnosis, but not with the seconds in its text."""
     etag: str
     """Changes with every notification and with the diagnosis."""
 

@@ -106,7 +106,7 @@ def answer_broker_error(request: Request, error: Exception) -> Response:
 
 
 def as_coroutine(answer: Answerer) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Wrap `answer` in a coroutine: Starlette calls plain functions in a thread, where the broker is off limits."""
+    """Wrap `answer` in a coroutine: Starlette calls plain functions in a thread, which must not touch the broker."""
 
     async def answer_here(request: Request, error: Exception) -> Response:
         return answer(request, error)

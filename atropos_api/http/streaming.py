@@ -1,8 +1,8 @@
 """Answers sent piece by piece, answers whose arrival is confirmed, and long polls.
 
 `ChunkedResponse` sends pieces as they are stored; `ConfirmedResponse` also reports if they arrived. `ReadOut` keeps a
-closing connection from losing an answer. `LongPoll` waits for a caller no longer than it asked for, than it stays
-connected, and than the broker runs.
+closing connection from losing an answer. `LongPoll` waits until the time that a caller asked for is over, the caller
+disconnects, or the broker stops.
 """
 
 from __future__ import annotations

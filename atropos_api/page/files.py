@@ -1,4 +1,4 @@
-"""The page's own files: HTML, styles and modules, as they lie in `static/`, with the headers that they are sent with.
+"""The page's own files in `static/`: HTML, styles and modules, with the headers that they are sent with.
 
 One is the style that the page shares with reports and other pages that are one file.
 

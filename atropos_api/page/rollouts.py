@@ -37,7 +37,7 @@ Only = Literal["all", "equal", "mixed", "failed", "remarked"]
 """Choice of groups: those with equal rewards or different ones, with a reward of 0 or less, or with a remark."""
 
 REMARK_TEXTS: Final = ("finish_reason", "error")
-"""Overrides whose text is a remark; others are one, by their name, if they are true."""
+"""Overrides whose text is shown as a remark. Of other overrides that are true, the name is shown."""
 USUAL_END: Final = "stop"
 MOST_REMARKS: Final = 20
 LONGEST_REMARK: Final = 60
@@ -77,7 +77,7 @@ def remarks_of(overrides: Sequence[Mapping[str, Any] | None] | None) -> dict[str
 
 
 def fits(group: GroupSummary, only: Only) -> bool:
-    """Return True if a list of these groups only has this one."""
+    """Return True if a list limited to `only` shows this group."""
     if only == "failed":
         return any(reward <= 0 for reward in group.rewards)
     if only == "remarked":

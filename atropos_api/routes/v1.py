@@ -95,12 +95,12 @@ _encode = msgspec.json.Encoder().encode
     "as a whole.",
     parameters=(
         KEY,
-        in_query("run_id", TEXT_SCHEMA, "The run they are meant for; if another is open, it does not get them"),
+        in_query("run_id", TEXT_SCHEMA, "The run that the groups are for; another run that is open does not get them"),
     ),
     body=Submission,
     columns=True,
     example={"environment_id": 0, "groups": [EXAMPLE_GROUP]},
-    answers={202: Answer(help="Stored: a crash of the broker loses nothing of it", content=SubmitAnswer)},
+    answers={202: Answer(help="Stored: it survives a crash of the broker", content=SubmitAnswer)},
     errors=("invalid-request", "invalid-group", "unsupported-media-type", "unknown-environment", "queue-full", *WRITES),
 )
 async def submit(request: Request) -> Response:
@@ -136,7 +136,7 @@ def _take(context: AppContext, view: RequestView, key: str | None, env_id: int, 
     parameters=(
         ENVIRONMENT_ID,
         in_query("revision", INTEGER, "The caller's revision; with `wait`, answered once it changes"),
-        in_query("process", TEXT_SCHEMA, "The process as registered; one whose id went to another must register again"),
+        in_query("process", TEXT_SCHEMA, "The process as registered; if another has the id now, register again"),
         WAIT,
     ),
     answers=ok(Pacing, "How much the environment should have in flight"),
@@ -177,14 +177,14 @@ async def report_dropped(request: Request, environment_id: str) -> Response:
 
 @route(
     "POST /v1/environments/{environment_id}/items",
-    "Lease items of the environment's data, and report what became of those leased before",
+    "Lease items of the environment's data, and report what happened to those leased before",
     help="Items are numbers, counted from 0 in each run. One is leased until it is finished or dropped, or until "
     "another process of the environment asks: then it is leased again, before new ones. A repeated call gets the same "
     "answer.",
     parameters=(ENVIRONMENT_ID,),
     body=ItemRequest,
     example={"process": "5f0c2a", "call": 2, "finished": [0, 1], "dropped": {"equal-scores": [2]}, "count": 3},
-    answers=ok(ItemLease, "The items that are this process's now"),
+    answers=ok(ItemLease, "The items that this process now has leased"),
     errors=("invalid-request", "unknown-environment", "item-call-is-over", *WRITES),
 )
 async def lease_items(request: Request, environment_id: str) -> Response:
@@ -383,7 +383,7 @@ async def hold(request: Request) -> Response:
 
 @route(
     "DELETE /v1/policy/hold/{hold_id}",
-    "Release a hold; the answer tells if the policy was kept",
+    "Release a hold; the answer says if the policy was kept",
     parameters=(in_path("hold_id", TEXT_SCHEMA, "As given when the hold was granted"),),
     answers=ok(Hold, "The lease at its end"),
     errors=("no-open-run", "unknown-hold", *WRITES),

@@ -212,7 +212,7 @@ def make_app(
 
 
 def observe(broker: Broker, logs: LogContext, tracing: Tracing) -> None:
-    """Let log records tell of the broker's run, and trace its groups if traces are on."""
+    """Add the broker's run to log records, and trace its groups if traces are on."""
     logs.describe(broker.log_fields)
     if tracing.is_on:
         traces = BatchTraces(tracing)

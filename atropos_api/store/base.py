@@ -86,7 +86,7 @@ class RunRow(msgspec.Struct, kw_only=True):
 
 
 class ItemsRow(msgspec.Struct, kw_only=True):
-    """An environment's items in one run: which are leased, and what became of the others."""
+    """An environment's items in one run: which are leased, and what happened to the others."""
 
     run_id: str
     process: str

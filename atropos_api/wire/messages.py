@@ -193,7 +193,7 @@ class DropReport(msgspec.Struct, kw_only=True):
 
 
 class ItemRequest(msgspec.Struct, kw_only=True):
-    """Report of what became of leased items, and a request for others. Numbers count from 0 in each run."""
+    """Report of what happened to leased items, and a request for others. Numbers count from 0 in each run."""
 
     process: Name
     """Name that the asking process made up for itself; the leases of another process of the environment end."""

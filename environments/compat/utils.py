@@ -54,7 +54,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 MODEL_ROLES = ("assistant", "agent")
 OF_EACH_TOKEN = frozenset(OPTIONAL_PER_SEQUENCE) - {"messages", "overrides", "images"}
-"""Fields of a step that belong to its very tokens."""
+"""Fields of a step that have one entry for each of its tokens."""
 
 
 def strip_thinking(response_text: str) -> str:

@@ -1,7 +1,7 @@
 """Several rewards are combined into one by weights; `RewardManager` scores a run with it.
 
-combined = CombinedReward([Part("accuracy", AccuracyReward(), 1.0), Part("format", FormatReward(), 0.2)])
-scores = await combined.score(samples)
+parts = [WeightedReward("accuracy", AccuracyReward(), 1.0), WeightedReward("format", FormatReward(), 0.2)]
+scores = await CombinedReward(parts).score(samples)
 scores.totals, scores.components["format"], scores.metrics()
 
 manager = RewardManager(combine(["gsm8k", {"name": "repetition", "weight": 0.2}]))
@@ -67,7 +67,7 @@ class RewardSpec(BaseModel):
 
     @property
     def needs_reference(self) -> bool:
-        """True if it is a reward by name that compares with a reference; a user's function may need none."""
+        """True if it is a built-in reward that compares with a reference; False for a user's own function."""
         return ":" not in self.name and bool(getattr(load_reward(self.name), "needs_reference", False))
 
     @property
@@ -124,7 +124,10 @@ class CombinedReward:
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise RewardUnusable(f"two rewards are called {repeated[0]!r} in the metrics; give one another label")
         if normalization != "none" and not any(part.weight for part in parts):
-            raise RewardUnusable(f"the weights of {names} are all 0, so nothing can be normalised by their sum")
+            raise RewardUnusable(
+                f"the weights of {names} are all 0, so nothing can be normalised by their sum; set one, or "
+                "normalization=none"
+            )
         self.parts = tuple(parts)
         self.normalization = normalization
         self._worker = Worker()
@@ -155,7 +158,7 @@ class CombinedReward:
         return CombinedScores(totals, components)
 
     async def try_on(self, sample: Mapping[str, Any]) -> None:
-        """Call each part once with a sample whose completion is empty; raise an error that proves a mistake."""
+        """Call each part once with a sample whose completion is empty; raise if the error is certainly a mistake."""
         for part in self.parts:
             await try_reward(part.reward, sample, worker=self._worker)
 

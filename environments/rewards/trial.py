@@ -1,8 +1,8 @@
 """A trial calls a reward once, with one row and an empty completion, so that a mistake in it ends the start.
 
-Only what proves a mistake is raised: a name, an attribute, an argument or a column that does not exist, and a result
-that is no list of numbers. Any other error may be about the empty text, or about a judge that is not there yet, so the
-log has it as a remark.
+Only errors that prove a mistake are raised: a name, an attribute, an argument or a column that does not exist, and a
+result that is no list of numbers. Any other error may come from the empty text, or from a judge that is not there yet,
+so it is only logged.
 """
 
 from __future__ import annotations

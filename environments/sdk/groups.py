@@ -258,7 +258,7 @@ PER_TOKEN = ("tokens", "masks", "inference_logprobs", "advantages")
 
 
 def _plain_fields(raw: Any) -> Mapping[str, Any]:
-    """Return the fields of a group with arrays and tensors as lists; raise an error for what is no group."""
+    """Return the fields of a group with arrays and tensors as lists; raise an error if `raw` is no group."""
     if not isinstance(raw, Mapping):
         raise TypeError(f"a group is a dictionary with tokens, masks and scores, not {raw!r:.80}")
     if missing := [key for key in ("tokens", "masks", "scores") if raw.get(key) is None]:

@@ -3,8 +3,8 @@
 `load_rows` gives the rows that an environment samples answers for. `ChatDataset` tokenizes each row with the chat
 template: its prompt to sample from, and the whole chat with a mask of the assistant's tokens to learn from. A row is a
 prompt that is text, or a chat with or without a system prompt; the assistant's message at its end, or the columns
-`completion` and `response`, are its reply. The column `tools`, a list or its JSON, is what the chat template tells of
-the functions that may be called. It needs no torch; `example_trainer.library` has the collator.
+`completion` and `response`, are its reply. The column `tools`, a list or its JSON, goes to the chat template: the
+functions that may be called. This module needs no torch; `example_trainer.library` has the collator.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class DataFields(BaseModel):
         return self._split(questions)[0] if hold_out and self._has_no_test_data() else questions
 
     def evaluation_questions(self, *, trains: bool = True) -> list[Question]:
-        """Return the questions to evaluate on; without `trains`, all of a data set that has a single split."""
+        """Return the questions to evaluate on; unless `trains`, a data set with a single split is used whole."""
         source = self.val_data_path or self.data_path or self.dataset_name
         if source is None:
             raise DataUnusable(

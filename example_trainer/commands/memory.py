@@ -130,8 +130,8 @@ Flags are tried in this order, and the first that fit are taken:
    `--token-budget`, down to one sequence of `--seq-len`; then the same with another `--gpu-memory-utilization`, which
    leaves vLLM a cache of at least {sequences} sequences of `--max-model-len`, if this command starts the server;
 2. for full weights the same with each of: {weights};
-3. what trains something else is only named, and only if all of the above is not enough: `--train-layer-indices
-   last-12`, an adapter, an adapter on a base in 4 bits.
+3. flags that train something else are only suggested, and only if all of the above is not enough:
+   `--train-layer-indices last-12`, an adapter, an adapter on a base in 4 bits.
 
 The trainer knows the share of a server that is started elsewhere only from `--gpu-memory-utilization`; without the flag
 it counts, in `shared_vllm`, the least that can serve, and in `lora_only` nothing.
@@ -157,11 +157,11 @@ and states of full weights. {usable:.0%} of a GPU count as usable.
 
 A server that shares its GPU with the trainer, or with another server that the launcher starts, gets the size of its KV
 cache in bytes (vLLM's `--kv-cache-memory-bytes`): its share without the weights, the adapters and {workspace:.1f} GB of
-workspace, on each of its tensor-parallel ranks. By itself vLLM measures while it starts, and takes off the cache whatever
-another process allocates on the GPU meanwhile. It does measure if the rest of the share would hold no sequence of
-`--max-model-len`, if the GPU's memory or the model's `config.json` is not known here, or if the server's own settings
-(`vllm:` in a run file) change its share, dtype, quantisation, ranks or adapters. Tests do this arithmetic
-with a driver that is made up; no server has started so on a GPU yet.
+workspace, on each of its tensor-parallel ranks. Without this size vLLM measures free memory while it starts, and makes
+the cache smaller by whatever another process allocates on the GPU meanwhile. The size is left to vLLM if the rest of the
+share would hold no sequence of `--max-model-len`, if the GPU's memory or the model's `config.json` is not known here, or
+if the server's own settings (`vllm:` in a run file) change its share, dtype, quantisation, ranks or adapters. Tests do
+this arithmetic with a simulated driver; no server has been started with it on a GPU yet.
 
 ## The published table
 

@@ -126,7 +126,7 @@ class Ranks:
 
     @property
     def data(self) -> Ranks:
-        """The ranks among which rows are divided: all, but one of each tensor-parallel group, which trains the same."""
+        """The ranks that divide a batch's rows: all, or one of each tensor-parallel group, whose rows are the same."""
         return self
 
     def gather(self, value: ValueT) -> list[ValueT]:
@@ -188,7 +188,7 @@ class GroupRanks(Ranks):
             led = action()
             message = encode((led, None))
         except Exception as error:
-            with suppress(RanksFailed):  # the error is the cause, also if a rank is gone because of it
+            with suppress(RanksFailed):  # `error` is the cause and is raised, even if another rank has ended already
                 self._send_to_others(encode((None, f"{type(error).__name__}: {error}")))
             raise
         self._send_to_others(message)
@@ -207,7 +207,10 @@ class GroupRanks(Ranks):
         try:
             dist.broadcast(values, src=0, group=self._control)
         except RuntimeError as error:
-            raise RanksFailed(f"rank {self.rank} of {self.world_size} has lost the others: {error}") from error
+            raise RanksFailed(
+                f"rank {self.rank} of {self.world_size} has lost the others ({error}); the log of the rank that ended "
+                "first has the cause"
+            ) from error
         return values
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -247,7 +250,7 @@ def joined_ranks(
     """Connect the `world_size` processes of a run during the context; raise `RanksFailed` if they do not connect.
 
     `init_method` is `env://` under torchrun and `accelerate launch`, else `tcp://host:port` or `file://path`. A rank
-    waits for the others up to `timeout_seconds`, which has to cover the longest that rank 0 may be busy alone.
+    waits for the others up to `timeout_seconds`, which must be longer than anything that rank 0 does alone.
     """
     if world_size == 1:
         yield Ranks()
@@ -305,7 +308,7 @@ def _meeting_point(init_method: str) -> tuple[str, int | None]:
         return parts.hostname or "", parts.port if parts.scheme == "tcp" else None
     except ValueError as error:
         place = f"$MASTER_PORT {os.environ['MASTER_PORT']}" if init_method.startswith("env://") else init_method
-        raise RanksFailed(f"--init-method {init_method}: {place} names no port ({error})") from error
+        raise RanksFailed(f"--init-method {init_method}: {place} names no port ({error}); use 1 to 65535") from error
 
 
 def _as_tensor(message: bytes) -> Tensor:

@@ -1,4 +1,4 @@
-"""Use of the data in a run: what became of each environment's items and groups, by the broker's counts.
+"""Use of the data in a run: what happened to each environment's items and groups, by the broker's counts.
 
 The broker keeps the counts over restarts of every program, so they cover all launches of a run. The launcher writes
 them to `data.json` when the training has ended, and the summary shows them beside the length of the trained answers: a

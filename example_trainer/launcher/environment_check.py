@@ -88,7 +88,7 @@ class EnvironmentCheck:
     """The environments of one launch, asked from now on; leaving the context ends what has not answered."""
 
     def __init__(self, settings: RunSettings, plan: Plan, *, scratch: Path | None = None) -> None:
-        """`scratch` is a directory that somebody else removes in the end."""
+        """`scratch` is a directory for temporary files, which the caller removes."""
         self._environments = settings.environments
         self._ignored: dict[str, list[str]] = {}
         self._held = ExitStack()

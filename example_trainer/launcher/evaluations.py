@@ -1,4 +1,4 @@
-"""Evaluations of a run, read from `evals/`: greedy accuracy by environment, or another metric where there is none."""
+"""Evaluations of a run, read from `evals/`: accuracy by environment, or another metric where there is none."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Evaluation:
 
 
 def read_accuracies(evals: Path) -> Values:
-    """Return the greedy accuracies in a run's folder of evaluations."""
+    """Return the accuracies in a run's folder of evaluations."""
     return _values_of(names.EVAL_ACCURACY, _read_evaluations(evals))
 
 

@@ -4,7 +4,7 @@ The launcher reports on its servers to the broker each second and learns how man
 the newest ones drained: such a server takes no new request, ends those that it has, and exits; only then are its port
 and its memory free. A server that drains is never started again by the launcher, but the last one is replaced: a run
 without a server would wait for one. A server that was added and fails before it has ever answered lowers the wanted
-number instead of ending the run, and so does one that no restart can mend while others serve.
+number instead of ending the run, and so does one that no restart can fix while others serve.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Fleet:
         return lines
 
     def give_up(self, failure: Failure, restarts: Restarts) -> str | None:
-        """Go on without a server that no restart can mend; return None if it is no server, or the last that serves."""
+        """Go on without a server that no restart can fix; return None if it is no server, or the last that serves."""
         server = next((server for server in self._staying() if server.name == failure.name), None)
         if server is None or self._limits.fixed or failure.final_cause is None:
             return None
@@ -226,7 +226,7 @@ class Fleet:
 
     @property
     def _replacement(self) -> str:
-        """The end of a line about a server that leaves: the last one is replaced."""
+        """The end of a line about a server that leaves; it says so if that was the last one, which is replaced."""
         return "" if self._staying() else "; it was the last one, and another takes its place"
 
     def _want_one_fewer(self) -> None:

@@ -347,7 +347,7 @@ def plan_launch(settings: RunSettings) -> Launch:
         refuse_broker_settings(settings.sections["api"], settings.flags["api"])
     if settings.placement.is_ray:
         check_fits(settings)
-        passed_variables(settings.placement, os.environ)  # which refuses one that is not set
+        passed_variables(settings.placement, os.environ)  # raises an error if a listed variable is not set
     refuse_missing_layers(config)
     if config.resume not in {None, "auto"} and not Path(config.resume).exists():
         raise ConfigError(f"--resume {config.resume}: no such directory; name a checkpoint-N directory, or auto")

@@ -59,11 +59,11 @@ class _History:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """A failed program, and the reason why no restart can mend it."""
+    """A failed program, and the reason why no restart can fix it."""
 
     child: SupervisedProgram
     final_cause: str | None
-    """None if a restart can mend it; empty if the program's log says why none can."""
+    """None if a restart can fix it; empty if the program's log says why none can."""
 
     @property
     def name(self) -> str:
@@ -121,7 +121,7 @@ class Restarts:
     def plan(self, failures: Sequence[Failure]) -> list[str]:
         """End what is left of each failed program and plan its restart; return a line for each.
 
-        Raises `ChildFailed` if a restart cannot mend one of the failures.
+        Raises `ChildFailed` if a restart cannot fix one of the failures.
         """
         for failure in failures:
             if failure.final_cause is not None:

@@ -103,7 +103,7 @@ class RunConfig(TrainingConfig):
         DEFAULT_TIMEOUT_SECONDS, gt=0.0, description="Seconds within which the cluster has a place for each program."
     )
     cost_per_hour: float | None = Field(
-        None, ge=0.0, description="Price of all machines per hour, in any currency: the summary then tells the cost."
+        None, ge=0.0, description="Price of all machines per hour, in any currency: the summary then shows the cost."
     )
 
     @model_validator(mode="after")

@@ -43,7 +43,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; } td { overflow-wrap: anyw
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """A run as its directory tells it."""
+    """A run as recorded in its directory."""
 
     root: Path
     label: str

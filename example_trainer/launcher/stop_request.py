@@ -1,4 +1,4 @@
-"""The signals that ask a launch to stop: the first one is remembered, and raised where the launch can be left."""
+"""Signals that ask a launch to stop: the first one is remembered, and raised as `Interrupted` where a stop is safe."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ WINDOW_STEPS = 5
 GOOD_REWARD = 0.9
 GOOD_REWARD_WINDOW_STEPS = 3
 SHOWN_WITHOUT_SIGNAL = 0.5
-"""Share of sequences without a learning signal above which the table tells it."""
+"""Share of sequences without a learning signal above which the table shows it."""
 SUMMARY_NAME = "summary.json"
 
 
@@ -212,7 +212,7 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
 
 def _held_out_line(score: HeldOutScore | None) -> tuple[str, str]:
     if score is None or score.metric == names.EVAL_ACCURACY:
-        label = "greedy accuracy, held-out problems"
+        label = "accuracy, held-out problems"
     else:
         label = f"{score.metric}, held-out data"
     return label, "" if score is None else _change(score.first, score.last, "{:.3f}")
@@ -316,7 +316,7 @@ def _draw_lengths(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
 def _draw_accuracies(axes: Any, accuracies: Mapping[str, Sequence[tuple[int, float]]]) -> None:
     for (environment, points), marker in zip(accuracies.items(), cycle(ACCURACY_MARKERS), strict=False):
         steps, values = zip(*points, strict=True)
-        label = f"greedy accuracy, {environment or 'held-out problems'}"
+        label = f"accuracy, {environment or 'held-out problems'}"
         axes.plot(steps, values, marker, color=ACCURACY_COLOUR, label=label, clip_on=False)
 
 

@@ -163,8 +163,8 @@ class Supervisor:
         found = [child.handle, *child.descendants]
 
         def running() -> list[psutil.Process]:
-            # A process that has lost its parent, before or while this stops, is nobody's descendant: the mark tells it,
-            # or that it was found before.
+            # A process whose parent has ended is not found as a descendant: it is found by the mark, or is known
+            # because it was found before.
             found[:] = find_tree(found, child.mark)
             return list(found)
 

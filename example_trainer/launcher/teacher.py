@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TEACHER, TEACHER_SERVER = "teacher", "teacher.vllm"
 LAUNCHERS_OWN = ("gpu", "vllm")
 REACHED_BY = ("base_url", "model_name")
-"""The settings of which one tells how the teacher is reached."""
+"""Settings that say how the teacher is reached; one of them is needed."""
 MODEL_FLAG = "--teacher.model_name"
 
 

@@ -103,7 +103,7 @@ class QuietView:
 
 
 class JsonView:
-    """Writes one JSON object a line; `event` tells its kind: milestone, page, phase, step, health or dropped.
+    """Writes one JSON object a line; `event` is its kind: milestone, page, phase, step, health or dropped.
 
     Steps and signs of trouble are the lines of `metrics.jsonl` and `events.jsonl`.
     """

@@ -3,7 +3,7 @@
 PyTorch runs each such operation alone, reading and writing arrays of the size of the activations. `compile` gives the
 forward of each decoder layer, and the head's passes over its logits, to torch.compile; attention stays as it is.
 `liger` puts Liger's Triton kernels into the layers instead. Whatever is chosen is compared with the plain operations on
-a few tokens before it trains: values and gradients, on this very device.
+a few tokens before it trains: values and gradients, on the device that it trains on.
 """
 
 from __future__ import annotations

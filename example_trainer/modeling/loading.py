@@ -295,7 +295,7 @@ class ModuleTensors(Mapping[str, torch.Tensor]):
         return complete and all(part in self._stored for part in parts)
 
     def _joined(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """Return a parameter: the conversion only moves elements, so that of their numbers tells each one's origin."""
+        """Return a parameter: the conversion only moves elements, so converting numbers shows each element's origin."""
         numbers = torch.arange(shape.numel()).view(shape)
         places = to_checkpoint_layout(self._model, {name: numbers})
         parts = {part: self._stored[part] for part in places}

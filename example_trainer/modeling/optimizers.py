@@ -163,7 +163,7 @@ class StochasticRounding(torch.optim.Optimizer):
 
 
 def _set_memory(parameter: nn.Parameter, *, held: bool) -> None:
-    """Give the values of a parameter memory, without content, or take it away; shape and shards stay known."""
+    """Allocate (uninitialised) or free the memory of a parameter's values; its shape and shards stay known."""
     local = local_part(parameter.detach())
     local.untyped_storage().resize_(local.numel() * local.element_size() if held else 0)
 
@@ -217,7 +217,7 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], settings: Optimizer
         return maker(groups, settings)
 
     if any(parameter.dtype == torch.bfloat16 for parameter in trained):
-        # An optimizer of the user's own may count its steps by group, so that it is called once a step.
+        # An optimizer of the user's own may count its steps by group, so it is called once a step, with all parameters.
         chunk_elements = CHUNK_ELEMENTS if settings.name in OPTIMIZERS else math.inf
         return StochasticRounding(groups, make, seed=settings.seed, chunk_elements=chunk_elements)
     return make(groups)
@@ -249,7 +249,7 @@ def load_own_optimizer(settings: OptimizerSettings, device: torch.device) -> Opt
             "docs/reference/library.md"
         ) from error
     if held != {id(parameter) for parameter in tried} or any(bool((each == 1).all()) for each in tried):
-        raise OptimizerUnavailable(f"{flag} leaves parameters where they are; let it step all that it is given")
+        raise OptimizerUnavailable(f"{flag} leaves parameters unchanged; let it step all that it is given")
     return maker
 
 

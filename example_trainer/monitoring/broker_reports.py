@@ -1,8 +1,8 @@
 """Reports of a run to its broker, for the page: metrics of each step, signs of trouble, phases, and values of tokens.
 
 A thread sends them. Training never waits for it and never fails because of it: while the broker does not answer,
-reports are kept up to a limit and sent later, and a broker that accepts none gets no more. The values of tokens are
-also written to `trained.jsonl` in the run directory, so that the run can be examined without its broker.
+reports are kept up to a limit and sent later. If the broker has no route for reports, no more are sent. The values of
+tokens are also written to `trained.jsonl` in the run directory, so that the run can be examined without its broker.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class RecordedBatch:
 
 
 class RunReporter:
-    """The reports of one run; it is a tracker, and `begin` starts its thread."""
+    """Sender of one run's reports; it implements `Tracker`, and `begin` starts its thread."""
 
     def __init__(self, client: ReportClient, *, world_size: int = 1, record: RecentLines | None = None) -> None:
         self.phases = Phases()
@@ -140,7 +140,7 @@ class RunReporter:
             self._changed.notify()
 
     def close(self) -> None:
-        """Send what is left, for a moment; what the broker has not accepted by then is missing only on the page."""
+        """Send the remaining reports for at most 2 seconds; those not accepted by then are missing only on the page."""
         with self._changed:
             self._closing = True
             self._changed.notify()

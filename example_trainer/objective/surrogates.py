@@ -1,7 +1,7 @@
-"""Surrogates without a clip of the ratio's two sides: pure functions over `[N]` trained tokens, one loss a token.
+"""Surrogate losses other than the two-sided clip of the ratio: pure functions over `[N]` trained tokens, a loss each.
 
-`losses` chooses among these and the clipped one by `--loss-type`. Each names its paper and, where another trainer has
-it, the name there. Ratios are the policy in training over the policy of the surrogate's denominator.
+`losses` chooses among these and the clipped one by `--loss-type`. Each docstring names the paper and the loss's name in
+other trainers. A ratio divides a token's probability under the policy in training by that under the older policy.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def dppo_keeps(logprobs: Tensor, ratios: Tensor, advantages: Tensor, low: float,
 def dppo_losses(logprobs: Tensor, ratios: Tensor, advantages: Tensor, *, low: float, high: float, cap: float) -> Tensor:
     """Return the DPPO loss with the binary total variation (Qi et al. 2026, arXiv 2602.04879; `dppo_tv` in verl).
 
-    -min(r, cap) * A * log pi for tokens that `dppo_keeps`, without gradient through the weight. A ratio says little
-    about rare tokens: from 1e-5 to 1e-3 it is 100, but the distribution has hardly moved. The defaults are verl's: its
-    script for DPPO has thresholds of 0.15, and its loss a cap of 20. prime-rl's default loss has the same mask with
-    0.2, and no cap.
+    It is -min(r, cap) * A * log pi where `dppo_keeps` is True and 0 elsewhere, without gradient through the weight. A
+    ratio says little about rare tokens: from 1e-5 to 1e-3 it is 100, but the distribution has hardly changed. The
+    defaults are verl's: its script for DPPO has thresholds of 0.15, and its loss a cap of 20. prime-rl's default loss
+    has the same mask with 0.2, and no cap.
     """
     keeps = dppo_keeps(logprobs, ratios, advantages, low, high)
     return weighted_losses(logprobs, ratios.detach().clamp(max=cap) * keeps, advantages)

@@ -23,7 +23,7 @@ BOUNDS_OF = {
     "gmpo": "--clip-eps",
     "m2po": "--m2-threshold",
     "sapo": "--sapo-temperature-pos and -neg",
-    "vespo": "--vespo-k-pos and its like",
+    "vespo": "--vespo-k-pos, -lambda-pos, -k-neg and -lambda-neg",
 }
 """Loss types whose weights have a bound of their own, and the options that set it."""
 
@@ -95,9 +95,9 @@ def _overlong(config: TrainingOptions) -> Iterator[str]:
             if getattr(config, field):
                 yield f"{flag(field)} {getattr(config, field)} needs the length limit; add --max-response-tokens"
     elif config.overlong_buffer > limit:
-        yield f"--overlong-buffer {config.overlong_buffer} is longer than --max-response-tokens {limit}"
+        yield f"--overlong-buffer {config.overlong_buffer} is longer than --max-response-tokens {limit}; set it lower"
     elif limit > config.seq_len:
-        yield f"--max-response-tokens {limit} is longer than --seq-len {config.seq_len}"
+        yield f"--max-response-tokens {limit} is longer than --seq-len {config.seq_len}; lower it, or raise --seq-len"
 
 
 def _several_ranks(config: TrainingOptions) -> Iterator[str]:
@@ -319,6 +319,6 @@ def _refuse_lora(config: TrainingOptions) -> str | None:
     if config.load_in_4bit and config.vllm_quantization is not None:
         return (
             f"--vllm-quantization {config.vllm_quantization} would quantise the values of the 4-bit base again, so "
-            "that the server computes others than the trainer; leave it out, or leave out --load-in-4bit"
+            "that server and trainer compute with different values; leave it out, or leave out --load-in-4bit"
         )
     return None

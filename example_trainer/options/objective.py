@@ -206,7 +206,7 @@ class ObjectiveOptions(BaseModel):
     loss_aggregation: Literal["token", "sequence", "constant"] = Field(
         "token",
         description="Average over all trained tokens of the step, over sequences of token means, "
-        "or over sequences of token sums divided by --seq-len.",
+        "or over sequences of token sums divided by --max-response-tokens (--seq-len if that is unset).",
     )
     advantage_norm: Literal["none", "group", "batch"] = Field(
         "group",

@@ -80,8 +80,8 @@ PRESETS: Mapping[str, Preset] = {
         environment={"group_size": 8},
     ),
     "seed": Preset(
-        about="the published Atropos trainer's choices, also where its guide is silent: sequence means, population "
-        "std, weights optimised in their own dtype (its inverted clip is a fault and is not copied)",
+        about="the published Atropos trainer's choices, also those that its guide does not name: sequence means, "
+        "population std, weights optimised in their own dtype (its inverted clip is a fault and is not copied)",
         settings={
             "loss_type": "grpo",
             "loss_aggregation": "sequence",
@@ -94,7 +94,7 @@ PRESETS: Mapping[str, Preset] = {
         },
     ),
     "grpo": Preset(
-        about="GRPO as DeepSeek published it: sequence means, group std, symmetric clip, divergence from the start",
+        about="GRPO as DeepSeek published it: sequence means, group std, symmetric clip, a KL term to the first policy",
         settings={
             "loss_type": "grpo",
             "loss_aggregation": "sequence",
@@ -109,7 +109,7 @@ PRESETS: Mapping[str, Preset] = {
         settings={"loss_type": "dr_grpo", "dual_clip": None},
     ),
     "dapo": Preset(
-        about="DAPO: token means, clip-higher, no divergence; add --max-response-tokens with --mask-overlong or "
+        about="DAPO: token means, clip-higher, no KL term; add --max-response-tokens with --mask-overlong or "
         "--overlong-penalty for its treatment of long answers",
         settings={"loss_type": "dapo", "dual_clip": None},
     ),
@@ -158,7 +158,7 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "trl-note": Preset(
         about="the TRL guide's configuration: 128 answers a batch in optimizer steps of 4 micro-batches of 4, groups "
-        "of 4, a divergence that is held at 0.1",
+        "of 4, a KL term whose coefficient holds the divergence near 0.1",
         settings={
             "lr": 5e-6,
             "loss_type": "grpo",
@@ -197,7 +197,7 @@ def _under(preset: Preset, given: Mapping[str, Any]) -> dict[str, Any]:
     at_sequence_level = given.get("importance_sampling_level") == "sequence"
     loss_type = given.get("loss_type") or ("gspo" if at_sequence_level else None)
     if loss_type not in {None, filled.get("loss_type")}:
-        # A loss that is given brings its paper's form, and not half of it beside the preset's.
+        # A loss type that the user gives comes with all settings of its paper, so the preset's are removed.
         for name in PUBLISHED_FORMS.get(str(loss_type), {}):
             filled.pop(name, None)
     if {"rollout_batch_size", "train_batch_size"} & {name for name, value in given.items() if value is not None}:

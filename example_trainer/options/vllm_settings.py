@@ -55,13 +55,13 @@ DECIDED: Mapping[str, str] = {
     "broker_token_file": "--atropos-token-file",
     "worker_extension_cls": "--weight-bridge-mode",
 }
-"""Options of the server that follow from others in a server of the trainer's own, and the flag that decides them."""
+"""Options that the trainer sets itself for its servers, and the trainer's flag from which each follows."""
 
 SERVERS_OWN = frozenset({"max_adapter_mib", "allowed_hosts", "log_format"})
 """Options of the server that are neither vLLM's nor the trainer's."""
 
 _UNREACHABLE = frozenset({"uds", "root_path", "headless", "grpc", "api_server_count", "config"})
-"""Options with which no trainer or environment would find the server, or not this one; so are those of TLS."""
+"""Options, besides those of TLS, with which trainer and environments could not reach the server at its own port."""
 
 MEMORY_SETTINGS = frozenset(
     {"kv_cache_memory_bytes", "gpu_memory_utilization", "dtype", "quantization", "tensor_parallel_size", "max_loras"}
@@ -85,7 +85,7 @@ def checked_settings(given: object) -> object:
     settings = {str(name).removeprefix("--").replace("-", "_"): value for name, value in given.items()}
     for name in settings:
         if field := TRAINER_FIELDS.get(name):
-            raise ValueError(f"{name}: the trainer has to know it too; use {flag(field)}")
+            raise ValueError(f"{name}: the trainer needs this value too; use {flag(field)}")
         if owner := DECIDED.get(name):
             raise ValueError(f"{name}: this follows from {owner}; set that instead")
         if names_secret(name):
@@ -116,7 +116,7 @@ def refuse_unknown(names: Iterable[str], *, where: str) -> None:
 
 @cache
 def vllm_options() -> frozenset[str] | None:
-    """Return the names of vLLM's options in snake case; None if it is not installed, or is written differently."""
+    """Return the names of vLLM's options in snake case; None if it is not installed or its files cannot be read so."""
     spec = find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return None

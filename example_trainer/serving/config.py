@@ -48,7 +48,7 @@ _ON_A_GPU = {
     # off by 1.6e-2 in a simulation, where the parity check allows 1.7e-4. It changes no 16-bit product.
     "TRITON_F32_DEFAULT": "ieee",
     # A forked engine core inherits vLLM's note that plugins are loaded and loads none: it would outlive a killed server
-    # with all of the GPU's memory, and would not tell why it failed (`failure_cause.register`).
+    # with all of the GPU's memory, and would not report why it failed (`failure_cause.register`).
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     # It gives no logprobs of the processed distribution, so it is never used here; it would be compiled at the start,
     # which takes minutes, nvcc and a download.

@@ -2,9 +2,9 @@
 
 A publish: the server holds back new requests and lets running ones end or pause (the fence, `OpenPublish`, under a
 lease that the trainer renews); the trainer marks the header as being written, casts the masters into the shared
-tensors, marks the header as complete and sends the server the version, upon which the server resumes. If the trainer is
-killed in between, the header shows it, and the server answers nothing until a publish has completed. A server that
-restarts has another boot id and no version: the bridge attaches to its new tensors and publishes the masters again.
+tensors, marks the header as complete and sends the version to the server, which then resumes. If the trainer is killed
+in between, the header shows it, and the server answers nothing until a publish has completed. A server that restarts
+has another boot id and no version: the bridge attaches to its new tensors and publishes the masters again.
 
 Without masters (`--master-weights none`) the optimizer writes the shared tensors themselves. Then a publish begins with
 the step: the fence is set and the header marked before the first weight changes, and `publish` gives the written
@@ -50,7 +50,7 @@ class _AttachedPublish(OpenPublish):
 
 @dataclass(slots=True)
 class _Written:
-    """The server process and the publish in which the weights were fully written, over all attempts at one publish."""
+    """The server process and the publish to which an attempt has written all weights: the next need not write again."""
 
     boot_id: str = ""
     publish_id: str = ""
@@ -79,16 +79,16 @@ class SharedVllmBridge(WeightBridge):
         dtype = attachment.manifest.dtype.removeprefix("torch.")
         if options.dtype not in ("auto", dtype):
             logger.warning(
-                "the vLLM server at %s serves %s, so that is trained, not --dtype %s; to have that, start the server "
-                "with it",
+                "the vLLM server at %s serves %s, so that is trained, not --dtype %s; to train in yours, start the "
+                "server with it",
                 attachment.client.url,
                 dtype,
                 options.dtype,
             )
         served = replace(options, dtype=dtype, device=device)
         if attachment.device.type == "cuda":
-            # Otherwise GPU 0 stays the current device: it would get a context without being used, and kernels would
-            # miss their GPU.
+            # Otherwise GPU 0 stays the current device: a context would take memory there, and kernels would be launched
+            # on the wrong GPU.
             torch.cuda.set_device(attachment.device)
         policy = load_policy(served, forwards_from_masters=from_masters)
         warn_of_rounding_head(attachment.client.url, attachment.info.head_dtype, policy)
@@ -151,7 +151,7 @@ class SharedVllmBridge(WeightBridge):
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Wrap a change of masters that the server reads itself in a publish; begin one if none is open."""
+        """Run a change of served tensors (there are no masters) inside a publish; begin one if none is open."""
         with self._publishing:
             if self._open is None:
                 self._open = publish_with_retries(

@@ -3,7 +3,7 @@
 For each checkpoint tensor the manifest lists which of its elements are stored where in a shared storage, as traced from
 the model class's own weight loading (`serving.vllm.load_tracing`). This module joins these pieces into one strided view
 per tensor, or refuses: a tensor is mapped exactly or not at all, and a model with one unmapped parameter is not
-trained. There is no table of model families: one that fails is mended in the tracing or here; a model that cannot be
+trained. There is no table of model families: if one fails, the tracing or this module is fixed; a model that cannot be
 shared at all is refused by `serving.startup`.
 """
 

@@ -88,7 +88,7 @@ def test_the_demo_learns(demo, traces) -> None:
     assert f"rollouts: {page}\n" in out
     assert page.read_text().count("Rollout 1") == len(page.with_suffix(".jsonl").read_text().splitlines()) >= 20
     assert set(summary["split_seconds"]) >= {"imports", "engine", "first batch", "steps"}
-    assert re.search(r"greedy accuracy.*->", out)
+    assert re.search(r"accuracy, held-out problems.*->", out)
     assert traces(launched, tree) == []
     assert not [path for path in Path("/dev/shm").iterdir() if boot_id in path.name]
 

@@ -45,8 +45,8 @@ TRUNCATING: Mapping[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
 }
 
-# Those that only forbid tokens: with a sampling mask the trainer recomputes the same distribution. The others of them
-# forbid so few that no mask holds the rest.
+# Those that only forbid tokens: with a sampling mask the trainer recomputes the same distribution. `min_tokens` and
+# `bad_words` forbid so few tokens that the allowed ones are too many for a mask.
 NARROWING = frozenset({"top_p", "top_k", "min_p", "allowed_token_ids"})
 MASKING = NARROWING | {"min_tokens", "bad_words"}
 

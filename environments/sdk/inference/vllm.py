@@ -129,7 +129,7 @@ class VllmServer(HttpServer):
         return str(bases[0].get("root") or bases[0].get("id")) if bases else None
 
     async def _detect_dialect(self, failover: Failover) -> Dialect:
-        """Find out, before the first request, which protocol the server has, and check that its tokens are ours."""
+        """Detect the server's protocol before the first request, and compare its vocabulary with the tokenizer's."""
         async with self._detecting:
             if self._dialect is None:
                 info = await self._get_object(f"{self.config.root_url}/bridge/info", failover)

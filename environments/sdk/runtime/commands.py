@@ -1,4 +1,4 @@
-"""The verbs `process`, `evaluate` and `validate`: this module runs them.
+"""The functions that run the verbs `process`, `evaluate` and `validate`.
 
 `prepare` runs before `setup`, for `serve` as well: it checks that results can be written, and loads the model's
 tokenizer once. `process` collects groups one after another into a file, without a trainer or a broker, and writes a

@@ -1,6 +1,6 @@
 """Leases of item numbers from the broker, for environments whose items have numbers (`Environment.item_at`).
 
-The broker gives each number to one process and remembers what became of it. A number is finished when all its groups
+The broker gives each number to one process and remembers what happened to it. A number is finished when all its groups
 are acknowledged; until then, a process that takes over gets it again. Groups are submitted under keys made of their
 item's number, so an item that is rolled out again adds none that the broker has already.
 """
@@ -41,7 +41,7 @@ class ItemLeases:
     """The items that this process holds."""
 
     def __init__(self, ask: Ask, *, limit: int | None = None) -> None:
-        """`limit` is the number of items there are in all; None: they never end."""
+        """`limit` is the number of all items; None if the data is endless."""
         self.supported = True
         """False once the broker has turned out to have no route for items."""
         self._ask = ask
@@ -51,8 +51,8 @@ class ItemLeases:
         self._run_id = ""
         self._ready: deque[LeasedItem] = deque()
         self._held: set[LeasedItem] = set()
-        """Items that are neither finished nor dropped. One of them may be leased again, after a process that was taken
-        for dead has asked in between; it is in progress already."""
+        """Items that are neither finished nor dropped. The broker may lease one of them to this process a second time,
+        if another process asked in between; it is then not begun again."""
         self._unacknowledged: dict[LeasedItem, int] = {}
         self._finished: list[LeasedItem] = []
         self._dropped: dict[str, list[LeasedItem]] = {}
@@ -65,7 +65,7 @@ class ItemLeases:
         return self._ready.popleft() if self._ready else None
 
     def forget_unbegun(self, run_id: str | None) -> None:
-        """Forget the leased items of other runs than this one that no rollout has begun: nobody waits for them."""
+        """Forget leased items of other runs if no rollout of them has begun: those runs need them no longer."""
         unbegun = [item for item in self._ready if item.run_id != run_id]
         self._held.difference_update(unbegun)
         self._ready = deque(item for item in self._ready if item.run_id == run_id)
@@ -94,12 +94,12 @@ class ItemLeases:
         self._tokens += sum(len(mask) - mask.count(NOT_TRAINED) for mask in group.masks)
 
     async def close(self) -> None:
-        """Report what became of the items since the last call."""
+        """Report what happened to the items since the last call."""
         if self._call and self.supported and (self._finished or self._dropped):
             await self._report(count=0)
 
     async def _report(self, count: int) -> None:
-        """Tell the broker what became of items and lease `count` others; without its answer they are reported again."""
+        """Report what happened to items and lease `count` others; without an answer they are reported again."""
         request = ItemRequest(
             process=self._process,
             call=self._call + 1,
@@ -125,5 +125,5 @@ class ItemLeases:
         self._ready.extend(fresh)
 
     def _numbers(self, items: Sequence[LeasedItem]) -> list[int]:
-        """Return the numbers of this run's items; an earlier run's are not asked for any more."""
+        """Return the numbers of this run's items; the broker needs no report about those of an earlier run."""
         return [item.number for item in items if item.run_id == self._run_id]

@@ -66,7 +66,7 @@ class Accepted:
 
 @dataclass(slots=True)
 class Buffer:
-    """The groups of one rollout, the reasons for which others of it were dropped, and what became of the rollout."""
+    """The groups of one rollout, the reasons for which others of it were dropped, and what happened to the rollout."""
 
     run_id: str | None = None
     """The run in which the rollout began, if that is known."""

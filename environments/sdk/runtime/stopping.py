@@ -59,14 +59,14 @@ class StopRequest:
                 loop.call_soon_threadsafe(event.set)
 
     def request(self, begin: str) -> None:
-        """Ask for a stop as a first signal does, for a reason that `begin` names; the exit code is 1."""
+        """Ask for a stop as a first signal does; `begin` names the reason. The exit code is 1."""
         if not self.count:
             self.count = 1
             self.set_grace(self.grace_seconds, begin)
             self._wake()
 
     def set_grace(self, seconds: float, begin: str = "signal") -> None:
-        """Limit the time for the end, from now on, which `begin` names; after it the process exits at once."""
+        """Limit the time for the end, counted from now: `begin` names this event. Then the process exits at once."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = threading.Timer(seconds, self._exit_now, (seconds, begin))

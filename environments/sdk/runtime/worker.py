@@ -183,8 +183,8 @@ class EnvironmentWorker:
     async def _join_run(self) -> EnvironmentInfo:
         """Register again, because a registration before the run has none of its settings, and adopt these.
 
-        The run is another one if a trainer begins one while this environment serves, and has other settings if its
-        trainer resumes it with such.
+        The run may be another one, which a trainer began while this environment serves, or the same one, which its
+        trainer resumed with other settings.
         """
         info = await self._broker.register()
         if self._joined is not None:
@@ -201,7 +201,7 @@ class EnvironmentWorker:
 
     @property
     def _has_joined(self) -> bool:
-        """True if the adopted settings are those of the run that the pacing is of, under its present trainer."""
+        """True if the adopted settings are those of the pacing's run, under its present trainer."""
         pacing = self._pacing
         return pacing.run_id is None or self._joined == (pacing.run_id, pacing.epoch)
 

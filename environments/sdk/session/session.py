@@ -177,7 +177,7 @@ class ManagedSession:
         return {"nodes": self.nodes}
 
     async def fetch_state(self) -> dict[str, list[SequenceNode]]:
-        """Return `get_state()`, by the name that it has in sessions behind the original Atropos' proxy."""
+        """Return `get_state()`; sessions behind the original Atropos' proxy have it under this name."""
         return self.get_state()
 
     def arguments(self, asked: SessionRequest) -> dict[str, Any]:
@@ -279,7 +279,7 @@ class ManagedSession:
         return await self._server.generate(turn.prompt.tokens, turn.sampling, turn.split, on_tokens=receive)
 
     def _refuse_missing_logprobs(self, turn: Turn) -> None:
-        """Refuse what needs logprobs that the server does not return: training, and clients that ask for them."""
+        """Raise if training or the client needs logprobs, which this server does not return."""
         if turn.split == "train" and self._trainable:
             self._refuse_for_training()
         if turn.logprobs:

@@ -41,7 +41,7 @@ class SequenceNode:
     logprobs: list[float]
     policy_versions: list[Span]
     sampling_masks: list[list[int]] | None = None
-    """At each sampled token those that could be drawn; empty where they are not known. None if none are known."""
+    """For each sampled token, the tokens that could be drawn; empty where they are unknown. None if all are unknown."""
     metadata: dict[str, Any] = field(default_factory=dict)
     texts: tuple[str, ...] = ()
     """The sequence as text without its end token: as sampled, and as a client sees it. A next turn begins with one of

@@ -1,9 +1,9 @@
 """One call to a session: its request, and how its samples become sequences and answers.
 
-`SampleReader` makes sequences and messages of samples. `DeltaWriter` streams an answer as its tokens arrive: text that
-is certain, then tool calls, then the finish reason. Text is certain once no later token can change what a client sees
-of it: incomplete characters, possible stop strings and possible tool calls are held back. The pieces together are the
-whole answer's content.
+`SampleReader` makes sequences and messages from samples. `DeltaWriter` streams an answer as its tokens arrive: text
+that is certain, then tool calls, then the finish reason. Text is certain if no later token can change it: incomplete
+characters, possible stop strings and possible tool calls are held back. The pieces together are the content of the
+whole answer.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from environments.sdk.tools import JsonParser, ParsedText, ToolParser, overlap
 
 @dataclass(slots=True)
 class Turn:
-    """One call to the server: it knows the list that its sequences go to.
+    """One call to the server, with the list (`slot`) to which its sequences are added.
 
-    Its slot is reserved when the call starts, so that the order of sequences never depends on which call ends first.
+    The slot is reserved when the call starts, so that the order of sequences never depends on which call ends first.
     """
 
     prompt: Prompt
@@ -40,13 +40,13 @@ class Turn:
     """True if the client sees only the first tool call of an answer."""
     logprobs: bool = False
     keep: bool = True
-    """True if its sequences are kept in the session; not so for an agent's separate evaluation calls."""
+    """True if its sequences are kept in the session; False for an agent's separate evaluation calls."""
     labels: Mapping[str, Any] = field(default_factory=dict)
     deltas: DeltaWriter | None = None
 
 
 class SampleReader:
-    """Reader of samples: it builds the grown sequence and the content that the client gets."""
+    """Reader of samples: it builds the extended sequence and the content that the client gets."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec

@@ -52,7 +52,7 @@ def connect(settings: PlacementSettings, run: RunDir) -> RayPlacement:
     try:
         ray.init(
             address=settings.address,
-            # Its own: runs of equal names have actors of equal names, and so has the launch before in this directory.
+            # Each launch has its own: runs of equal names, and the launches of one run, have actors of equal names.
             namespace=f"{run.fleet_id}-{run.attempt}",
             log_to_driver=False,
             configure_logging=False,
@@ -189,7 +189,7 @@ class RayPlacement:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """Have the end wait for a call of `place`: after it, the call would start a cluster of its own."""
+        """Make `close` wait for a running call of `place`, which would else start a cluster of its own after it."""
         with self._idle:
             if self._closed.is_set():
                 raise PlacementFailed("the launch has ended")
@@ -352,6 +352,6 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the sentence of Ray's message that tells the cause."""
+    """Return the part of Ray's message that names the cause."""
     found = re.search(r"(?:The actor|It) \w+ (?:dead )?because (.+?)\.(?:\s|$)", str(error))
     return found[1] if found else " ".join(str(error).split())[:200]

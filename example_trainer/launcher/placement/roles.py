@@ -58,7 +58,7 @@ class Seat(Protocol):
     """The node's address, at which other nodes reach it."""
 
     def start(self, spec: ChildSpec) -> None:
-        """Start the program; its state is `ProgramState()` until the seat has told another one."""
+        """Start the program; its state is `ProgramState()` until the seat has reported another one."""
 
     def state(self) -> ProgramState:
         """Return the newest state that is known, without waiting for the node."""

@@ -1,4 +1,4 @@
-"""A placement that is a list: its seats record what is started in them, and end or get lost when they are told to."""
+"""A placement for tests: its seats only record which programs are started, and a test sets their state and losses."""
 
 from __future__ import annotations
 

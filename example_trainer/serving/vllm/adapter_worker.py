@@ -76,7 +76,7 @@ class AdapterBuffer:
         return self.stacked[number, 0, :rows, :columns]
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Return True if the side given by the model has its size, and the rank is not above the largest."""
+        """Return True if the tensor has the buffer's size on the model's side, and at most its rank on the other."""
         rows, columns = self.stacked.shape[-2:]
         if tensor.ndim != 2:
             return False
@@ -113,7 +113,7 @@ def install() -> None:
             return load(manager, request)
         payload = kept.payloads.get(request.lora_path)
         if payload is None:
-            raise ValueError(f"the adapter {request.lora_name} has been dropped")
+            raise ValueError(f"the adapter {request.lora_name} has been dropped; send the request to the current one")
         return build(manager, request.lora_int_id, AdapterPayload.read(payload))
 
     WorkerLoRAManager._load_adapter = load_adapter  # noqa: SLF001

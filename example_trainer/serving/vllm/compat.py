@@ -113,7 +113,7 @@ def inspect_models_here() -> None:
     def call(look: Callable[[], T]) -> T:
         return look()
 
-    registry._run_in_subprocess = call  # noqa: SLF001  the seam there is
+    registry._run_in_subprocess = call  # noqa: SLF001  vLLM has no public hook for it
 
 
 def import_for_fork() -> None:

@@ -1,30 +1,30 @@
 """Corrections of errors in vLLM and one addition, each installed once per process.
 
-`install_failing_calls`: a call of the engine core that ends with the engine. vLLM fails the requests of an engine that
-died, but not the calls (`collective_rpc`, `get_supported_tasks`, ...) that wait for its answer: a server whose engine
-was killed during its first call waited for ever, and answered no signal. Here such a call raises `EngineDeadError`.
+`install_failing_calls` makes a call to the engine core fail if the engine ends. vLLM fails the requests of an engine
+that has died, but not the calls (`collective_rpc`, `get_supported_tasks`, ...) that wait for its answer: a server whose
+engine is killed during such a call waits for ever and reacts to no signal. Here the call raises `EngineDeadError`.
 
-`install_adapters_on_cpu`: requests without an adapter in one step with an adapter's, on a CPU. vLLM marks their rows
-with the slot -1. Its GPU kernels leave such rows out; its CPU code takes -1 for the last slot, so that a request for
-the base model was computed with the adapter in that slot.
+`install_adapters_on_cpu` corrects steps that mix requests with and without an adapter, on a CPU. vLLM gives the rows of
+requests without an adapter the slot -1. Its GPU kernels skip such rows; its CPU code reads -1 as the last slot, so that
+a request for the base model is computed with the adapter in that slot.
 
-`install_grammar_libraries`: guided decoding with the library chosen for each request. vLLM chooses one for each request
-(xgrammar, or another if that one cannot take the grammar), and then compiles all of them with the first request's
-choice, so the first request on a server decided which grammars it accepted. Here each library has its own manager. They
-write the same form of token mask, so one batch may mix them.
+`install_grammar_libraries` lets guided decoding use the library chosen for each request. vLLM chooses one for each
+request (xgrammar, or another if xgrammar does not support the grammar), and then compiles all of them with the first
+request's choice, so the first request on a server decides which grammars it accepts. Here each library has its own
+manager. They write the same form of token mask, so one batch may mix them.
 
-`install_quantised_heads`: an addition, not an error: a model whose output head is quantised. vLLM refuses to compute
-such a head in another dtype than the model's, while it profiles the first batch. Here the head keeps its own product.
+`install_quantised_heads` (the addition) serves a model whose output head is quantised. vLLM refuses, while it profiles
+the first batch, to compute such a head in another dtype than the model's. Here the head is computed in the model's.
 
-`install_logprob_token_ids`: logprobs of named tokens for one request only. In vLLM's sampler `logprob_token_ids`
-replaces the most likely tokens by the named ones for the whole batch: another request of the step that asked for
-alternatives got token 0 with the probability 0 instead. Here only the rows that named tokens get them.
+`install_logprob_token_ids` returns logprobs of named tokens only to the request that names them. In vLLM's sampler
+`logprob_token_ids` replaces the most likely tokens by the named ones for the whole batch: another request of the step
+that asks for alternatives gets token 0 with the probability 0. Here only the rows that name tokens get them.
 
-`install_seeds_on_cpu`: a request's own seed on a CPU, which made vLLM's engine fail. A step samples for every request
-of the batch, also for one whose prompt has been read only in part. vLLM discards that token and turns the request's
-generator back by an offset, which a CPU generator does not have: the error ends the engine. Here the generator of such
-a request is left out of the step, with the same result: one seed gives the same tokens however a prompt was cut into
-parts, and whether or not the request was paused and computed again.
+`install_seeds_on_cpu` lets a request have its own seed on a CPU, where vLLM's engine would fail. A step samples for
+every request of the batch, also for one whose prompt has been read only in part. vLLM discards that token and sets the
+request's generator back by an offset, which a CPU generator does not have: the error ends the engine. Here the
+generator of such a request is left out of the step, with the same result: one seed gives the same tokens no matter how
+a prompt is split, and whether or not the request is paused and computed again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COMPUTING = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 """The operations that all of vLLM's CPU functions for adapters use."""
 
 _LIFE_CHECK_SECONDS = 0.5
-"""The time between two looks at whether the engine lives, while a call waits for its answer."""
+"""Interval of the checks that the engine is alive, while a call waits for its answer."""
 
 
 def install_failing_calls() -> None:
@@ -70,7 +70,7 @@ def failing_with_the_engine(call: Any) -> Any:
 
 
 def install_adapters_on_cpu() -> None:
-    """Replace the functions wherever vLLM's code for CPUs has imported them."""
+    """Replace the adapter operations in each module of vLLM that has imported them for CPUs."""
     from vllm.lora.ops import torch_ops
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
@@ -121,7 +121,7 @@ def _by_library(begin: Any) -> Any:
 
 
 def _manager_for(manager: Any, library: str) -> Any:
-    """Return a library's manager: the first is vLLM's own and makes all masks; the others share all but the library."""
+    """Return the manager of a library: the first is vLLM's own, which makes all masks; others are copies of it."""
     managers = vars(manager).setdefault(_MANAGERS, {})
     if library not in managers:
         managers[library] = copy.copy(manager) if managers else manager
@@ -137,7 +137,7 @@ def install_quantised_heads() -> None:
     if hasattr(LogitsProcessor, _INSTALLED):
         return
     setattr(LogitsProcessor, _INSTALLED, True)
-    LogitsProcessor._apply_head = leaving_quantised_heads(LogitsProcessor._apply_head)  # noqa: SLF001  the seam there is
+    LogitsProcessor._apply_head = leaving_quantised_heads(LogitsProcessor._apply_head)  # noqa: SLF001  no public hook
 
 
 def leaving_quantised_heads(apply: Any) -> Any:

@@ -115,7 +115,7 @@ def test_the_table_leaves_out_what_is_not_known(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     text = shown(summarise(tmp_path))
     assert "reward, first and last 5 steps" in text
-    assert "greedy" not in text
+    assert "accuracy" not in text
 
 
 def test_a_directory_without_steps_is_not_a_run(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_each_environment_has_its_own_evaluations_in_the_summary_and_the_picture
     assert (summary.accuracy_base, summary.accuracy_trained) == (0.4, 0.7)
     draw(tmp_path)
     labels = [line.get_label() for axes in plt.gcf().axes for line in axes.lines]
-    assert {"greedy accuracy, environment-1", "greedy accuracy, environment-2"} <= set(labels)
+    assert {"accuracy, environment-1", "accuracy, environment-2"} <= set(labels)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_each_environment_has_its_own_evaluations_in_the_summary_and_the_picture
     [
         ({"eval/length_mean": 9.0, "eval/reward": 0.25}, "eval/reward, held-out data"),
         ({"eval/judged": 0.25, "eval/length_mean": 9.0}, "eval/judged, held-out data"),
-        ({"eval/reward": 9.0, "eval/accuracy": 0.25}, "greedy accuracy, held-out problems"),
+        ({"eval/reward": 9.0, "eval/accuracy": 0.25}, "accuracy, held-out problems"),
     ],
 )
 def test_evaluations_without_an_accuracy_are_told_by_their_reward_or_their_first_metric(

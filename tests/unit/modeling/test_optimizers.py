@@ -245,7 +245,7 @@ def test_an_optimizer_in_the_working_directory_is_found(tmp_path: Path, monkeypa
         ("missing", r"cannot be imported: .*missing.*PYTHONPATH"),
         ("of_no_arguments", r"fails on a small matrix: TypeError.*docs/reference/library.md"),
         ("no_optimizer", r"fails on a small matrix: AttributeError"),
-        ("of_one_group", r"leaves parameters where they are; let it step all"),
+        ("of_one_group", r"leaves parameters unchanged; let it step all"),
     ],
 )
 def test_an_optimizer_that_does_not_work_is_refused_in_one_line_that_names_it(
