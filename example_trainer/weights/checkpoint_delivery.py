@@ -28,7 +28,7 @@ from example_trainer.processes.ports import LOOPBACK
 from example_trainer.weight_protocol.checkpoint_files import CheckpointFile, CheckpointSource, describe
 from example_trainer.weight_protocol.client import ServerInfo
 from example_trainer.weights.base import PublishReport
-from example_trainer.weights.delivery import Delivered, Proof, refuse_other_weights, serves
+from example_trainer.weights.delivery import Delivered, Proof, WeightDelivery, refuse_other_weights, serves
 from example_trainer.weights.members import Member, MemberCalls, look
 from example_trainer.weights.served_model import whole_policy, write_served_checkpoint
 
@@ -42,7 +42,7 @@ SLOWEST_BYTES_PER_SECOND = 50e6
 STOP_SECONDS = 20.0
 
 
-class CheckpointDelivery:
+class CheckpointDelivery(WeightDelivery):
     """Implements `WeightDelivery` by checkpoints that running servers read."""
 
     def __init__(self, config: TrainingOptions, calls: MemberCalls) -> None:
@@ -95,9 +95,6 @@ class CheckpointDelivery:
         assert self._policy is not None
         assert self._offered is not None
         return Proof(whole_policy(self._policy, self._options, self._directory(self._offered[0])))
-
-    def should_publish(self, steps_since_publish: int) -> bool:
-        return steps_since_publish > 0
 
     def note(self, report: PublishReport) -> None:
         """Do nothing: publishes are spaced by `--vllm-restart-interval`."""
