@@ -316,15 +316,13 @@ class VllmManager:
 
     def _poll_ready(self, server: ServerProcess, version: int | None) -> ServerInfo:
         _poll_loaded(server)  # no request before that: while no server accepts, it blocks until its timeout
-        client = ServerClient(self.url)
         try:
-            if not client.healthy():
-                raise NotYet("no answer to /health")
-            info = client.info()
+            with contextlib.closing(ServerClient(self.url)) as client:
+                if not client.healthy():
+                    raise NotYet("no answer to /health")
+                info = client.info()
         except (ServerUnavailable, ServerRefused) as error:
             raise NotYet(str(error)) from error
-        finally:
-            client.close()
         if info.policy_version != version:
             raise NotYet(f"{self.url} serves version {info.policy_version} so far")
         return info
