@@ -16,10 +16,11 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvicorn
+from starlette.types import Receive, Scope, Send
 
 from example_trainer.errors import CannotServe
 from example_trainer.processes.ports import ServerSockets, open_sockets
@@ -122,12 +123,6 @@ class StubEngine:
     def _counters(self) -> Counters:
         return {"generated_tokens_total": self.generated_tokens, "recomputed_tokens_total": 0}
 
-
-Scope = MutableMapping[str, Any]
-
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _PIECES = 5
 
