@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from atropos_api.common.errors import AtroposError
-from atropos_api.common.files import write_whole
+from atropos_api.common.files import read_json_object, write_whole
 from atropos_api.common.html_pages import as_html, make_page, visible
 from atropos_api.page.files import page_files
 from environments.sdk.group_files import read_groups, render_group
 from example_trainer.launcher import svg_chart
 from example_trainer.launcher.comparison import as_rows, differing_settings, settings_of
 from example_trainer.launcher.data_use import data_table
-from example_trainer.launcher.run_dir import RunDir, read_record
+from example_trainer.launcher.run_dir import RunDir
 from example_trainer.launcher.summary import NoRun, Summary, read_timeline, summarise
 from example_trainer.launcher.svg_chart import Line, draw_chart, make_line
 from example_trainer.monitoring.trackers import EVENTS_FILE, METRICS_FILE, ROLLOUTS, MetricsTail
@@ -71,7 +71,7 @@ def read_run(root: Path, *, label: str | None = None, cost_per_hour: float | Non
         rows=rows,
         signs=signs,
         summary=summarise(root, timeline=read_timeline(root), cost_per_hour=cost_per_hour),
-        config=read_record(RunDir(root=root, log_root=root / "logs", attempt=1).record),
+        config=read_json_object(RunDir(root=root, log_root=root / "logs", attempt=1).record),
     )
 
 

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from atropos_api.common import metric_names as names
 from atropos_api.common.errors import AtroposError
-from atropos_api.common.files import replace_whole, write_whole
+from atropos_api.common.files import read_json_object, replace_whole, write_whole
 from environments.sdk.group_files import write_page
 from example_trainer.errors import TrainerError
 from example_trainer.launcher.data_use import data_lines, read_data_use, trained_length
@@ -123,10 +123,7 @@ def summarise(
 
 def read_timeline(run_dir: Path) -> dict[str, float] | None:
     """Return the milestones of the last launch in this directory that reached its end; None if none did."""
-    try:
-        return dict(json.loads((run_dir / TIMELINE_NAME).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return None
+    return read_json_object(run_dir / TIMELINE_NAME) or None
 
 
 def read_signs(run_dir: Path) -> tuple[str, ...]:
