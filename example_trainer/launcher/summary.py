@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from rich.table import Table
@@ -26,7 +27,7 @@ from example_trainer.launcher.data_use import data_lines, read_data_use, trained
 from example_trainer.launcher.evaluations import HeldOutScore, read_accuracies, read_held_out
 from example_trainer.launcher.run_dir import TIMELINE_NAME
 from example_trainer.launcher.totals import Totals, count_totals, read_launches, total_lines
-from example_trainer.monitoring.trackers import EVENTS_FILE, ROLLOUTS, MetricsTail
+from example_trainer.monitoring.trackers import EVENTS_FILE, METRICS_FILE, ROLLOUTS, MetricsTail
 
 WINDOW_STEPS = 5
 GOOD_REWARD = 0.9
@@ -84,9 +85,7 @@ def summarise(
     run_dir: Path, *, timeline: Mapping[str, float] | None = None, cost_per_hour: float | None = None
 ) -> Summary:
     """Read `metrics.jsonl` and the evaluations; `timeline` has the launcher's milestones as Unix times."""
-    rows = MetricsTail(run_dir / "metrics.jsonl").read()
-    if not rows:
-        raise NoRun(f"{run_dir} holds no metrics.jsonl with a finished step")
+    rows = read_steps(run_dir)
     rewards, lengths = _series(rows, names.REWARD_MEAN), _series(rows, names.RESPONSE_LENGTH_MEAN)
     held_out = read_held_out(run_dir / "evals")
     accuracy = held_out if held_out is not None and held_out.metric == names.EVAL_ACCURACY else None
@@ -119,6 +118,14 @@ def summarise(
         trained_length=trained_length(rows),
         no_signal_fraction=_mean(_series(rows, names.NO_SIGNAL_FRACTION)),
     )
+
+
+def read_steps(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the rows of `metrics.jsonl`; raise `NoRun` if there is no finished step."""
+    rows = MetricsTail(run_dir / METRICS_FILE).read()
+    if not rows:
+        raise NoRun(f"{run_dir} holds no {METRICS_FILE} with a finished step")
+    return rows
 
 
 def read_timeline(run_dir: Path) -> dict[str, float] | None:
@@ -237,7 +244,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _median(values: Sequence[float]) -> float | None:
-    return sorted(values)[len(values) // 2] if values else None
+    return median_high(values) if values else None
 
 
 def _timestamp(row: Mapping[str, Any]) -> float | None:
@@ -266,9 +273,7 @@ def draw(run_dir: Path) -> Path:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = MetricsTail(run_dir / "metrics.jsonl").read()
-    if not rows:
-        raise NoRun(f"{run_dir} holds no metrics.jsonl with a finished step")
+    rows = read_steps(run_dir)
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     _draw_lengths(axes.twinx(), rows)
     _draw_rewards(axes, rows)
