@@ -33,8 +33,9 @@ from typing import Any, Self, TypeVar
 import psutil
 
 from example_trainer.errors import CannotServe, ServerExited, ServerRefused, ServerUnavailable
-from example_trainer.options.server import as_arguments, server_settings
+from example_trainer.options.server import server_settings
 from example_trainer.options.training_options import TrainingOptions
+from example_trainer.options.vllm_settings import as_arguments
 from example_trainer.processes.child import STOP_SECONDS, ServerProcess, spawn
 from example_trainer.processes.cleanup import SharedMemoryLedger
 from example_trainer.processes.gpus import gpu_names, has_room, holds_gpu_memory

@@ -75,7 +75,7 @@ def has_file(path: Path, file: CheckpointFile) -> bool:
 
 def digest_of(path: Path) -> str:
     with path.open("rb") as content:
-        return hashlib.file_digest(content, blake3).hexdigest()
+        return hashlib.file_digest(content, blake3).hexdigest()  # type: ignore[arg-type]  # `update` returns the digest
 
 
 @dataclass(frozen=True, slots=True)
