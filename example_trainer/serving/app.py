@@ -28,9 +28,10 @@ from prometheus_client import REGISTRY
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atropos_api.client import AsyncBrokerClient
+from atropos_api.common.identity import EVERYWHERE, host_in_url
 from atropos_api.common.logs import LogContext
 from example_trainer.errors import CannotServe
-from example_trainer.processes.ports import ServerSockets
+from example_trainer.processes.ports import LOOPBACK, ServerSockets
 from example_trainer.serving import startup
 from example_trainer.serving.adapters import Adapters
 from example_trainer.serving.admission import AdmissionGate
@@ -350,7 +351,9 @@ class ServerRun:
             raise CannotServe(f"--adapter {path}: {problem.detail}") from problem
 
     def _url(self) -> str:
-        return f"http://{_reachable(self._config.host)}:{self._config.port}"
+        """Return the address under which this machine reaches the server."""
+        host = LOOPBACK if self._config.host in EVERYWHERE else host_in_url(self._config.host)
+        return f"http://{host}:{self._config.port}"
 
     def _make_asgi(self, app: FastAPI, state: ServerState) -> ASGIApp:
         tokenizer = state.engine.async_llm.tokenizer
@@ -435,10 +438,3 @@ async def _stop(
 
 async def _nothing() -> None:
     """Do nothing: vLLM awaits this after its engine is down, when everything is done."""
-
-
-def _reachable(host: str) -> str:
-    """Return an address under which a server that listens on `host` can be reached from this machine."""
-    if host in {"", "0.0.0.0", "::"}:  # noqa: S104  these are what is translated away
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
