@@ -126,11 +126,11 @@ def write_merged_model(directory: Path, policy: Policy) -> None:
     _copy_tokenizer(policy, directory)
 
 
-def write_adapter(directory: Path, policy: Policy, dtype: torch.dtype | None = None) -> None:
-    """Write the two files of an adapter that PEFT and vLLM load, in `dtype` or else the master weights' dtype."""
+def write_adapter(directory: Path, policy: Policy) -> None:
+    """Write the two files of an adapter that PEFT and vLLM load, in the master weights' dtype."""
     from safetensors.torch import save_file
 
-    save_file(policy.adapter_tensors(dtype), directory / ADAPTER_FILE, metadata={"format": "pt"})
+    save_file(policy.adapter_tensors(), directory / ADAPTER_FILE, metadata={"format": "pt"})
     _write_json(directory / ADAPTER_CONFIG_FILE, policy.adapter_config())
 
 

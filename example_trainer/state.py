@@ -19,7 +19,6 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, in a form that `torch.save` accepts."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -75,9 +75,6 @@ class LocalBridge(WeightBridge):
     def highest_version(self) -> int:
         return max(self.published_versions, default=0)
 
-    def should_publish(self, steps_since_publish: int) -> bool:
-        return steps_since_publish > 0
-
     def needs_publish(self) -> bool:
         return False
 
@@ -123,9 +120,6 @@ class ServingBridge(WeightBridge):
 
     def highest_version(self) -> int:
         return self.published[-1][0] if self.published else 0
-
-    def should_publish(self, steps_since_publish: int) -> bool:
-        return steps_since_publish > 0
 
     def needs_publish(self) -> bool:
         return self._served is None

@@ -32,9 +32,11 @@ from typing import Any, Self, TypeVar
 
 import psutil
 
+from atropos_api.common.identity import host_in_url
 from example_trainer.errors import CannotServe, ServerExited, ServerRefused, ServerUnavailable
-from example_trainer.options.server import as_arguments, server_settings
+from example_trainer.options.server import server_settings
 from example_trainer.options.training_options import TrainingOptions
+from example_trainer.options.vllm_settings import as_arguments
 from example_trainer.processes.child import STOP_SECONDS, ServerProcess, spawn
 from example_trainer.processes.cleanup import SharedMemoryLedger
 from example_trainer.processes.gpus import gpu_names, has_room, holds_gpu_memory
@@ -128,7 +130,7 @@ class VllmManager:
         # The kernel kills the child when the thread that started it ends, so this thread lasts as long as the manager.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="vllm-starter")
         self.token = secrets.token_hex(16)
-        self.url = f"http://{options.host}:{options.port}"
+        self.url = f"http://{host_in_url(options.host)}:{options.port}"
 
     @property
     def pid(self) -> int | None:
@@ -316,15 +318,13 @@ class VllmManager:
 
     def _poll_ready(self, server: ServerProcess, version: int | None) -> ServerInfo:
         _poll_loaded(server)  # no request before that: while no server accepts, it blocks until its timeout
-        client = ServerClient(self.url)
         try:
-            if not client.healthy():
-                raise NotYet("no answer to /health")
-            info = client.info()
+            with contextlib.closing(ServerClient(self.url)) as client:
+                if not client.healthy():
+                    raise NotYet("no answer to /health")
+                info = client.info()
         except (ServerUnavailable, ServerRefused) as error:
             raise NotYet(str(error)) from error
-        finally:
-            client.close()
         if info.policy_version != version:
             raise NotYet(f"{self.url} serves version {info.policy_version} so far")
         return info

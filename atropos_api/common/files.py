@@ -2,11 +2,13 @@
 
 `write_directory` and `move_link` do so for directories and links; `sync_path` forces one to the disk, so that a power
 failure cannot undo it. `OutputFile` does not replace an existing file unless asked to; `write_private` makes files that
-only their own user may read. `RecentLines` is a file of lines that stays small.
+only their own user may read. `read_json_object` reads what may be missing. `RecentLines` is a file of lines that stays
+small.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -15,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, BinaryIO, Self
+from typing import IO, Any, BinaryIO, Self
 
 from atropos_api.common.errors import AtroposError
 
@@ -202,6 +204,15 @@ def expand_home(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if there is none that can be read."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def free_path(path: Path) -> Path:

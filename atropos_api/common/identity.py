@@ -25,6 +25,8 @@ NOT_INSTALLED: Final = "0+not.installed"
 
 LOOPBACK_NAMES: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 """Addresses to listen on at which the broker requires no token."""
+EVERYWHERE: Final = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - compared with, not bound to
+"""Addresses to listen on that stand for all addresses of the machine."""
 
 
 def package_version() -> str:
@@ -94,6 +96,11 @@ def is_this_host(host: str) -> bool:
     except OSError:
         return address.is_loopback  # a machine without IPv6 cannot bind even its own `::1`
     return True
+
+
+def host_in_url(host: str) -> str:
+    """Return a host as URLs have it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def split_address(text: str) -> tuple[str, int | None]:

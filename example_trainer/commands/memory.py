@@ -42,7 +42,7 @@ from example_trainer.memory.fit import (
     nearest,
     with_changes,
 )
-from example_trainer.memory.shapes import REFERENCE_SHAPES, ModelShape, find_config, shape_of
+from example_trainer.memory.shapes import CONFIG_FILE, REFERENCE_SHAPES, ModelShape, find_file, shape_of
 from example_trainer.processes.tree import PACKAGE_ROOT
 
 CACHED_TOKENS = 32 * 2048
@@ -251,7 +251,7 @@ def find_shape(name: str) -> ModelShape:
 
 def config_path(name: str, *, flag: str) -> Path:
     """Return the path of the config.json of a directory, or of a Hugging Face id in the local cache."""
-    if (path := find_config(name)) is not None:
+    if (path := find_file(name, CONFIG_FILE)) is not None:
         return path
     sizes = f"not one of the sizes {', '.join(REFERENCE_SHAPES)}, " if flag == "--memory" else ""
     raise ModelNotFound(

@@ -17,9 +17,9 @@ from pydantic import Field
 
 from atropos_api.common import metric_names as names
 from atropos_api.common.cliconfig import ConfigError, load_config
+from atropos_api.common.files import read_json_object
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import BadBatch
-from example_trainer.launcher.run_dir import read_record
 
 if TYPE_CHECKING:
     from atropos_api.wire import Batch
@@ -80,7 +80,7 @@ def run(argv: Sequence[str]) -> int:
 
 def recorded_settings(run_dir: Path) -> dict[str, Any]:
     """Return the trainer's settings as the run in this directory recorded them; empty if there is no record."""
-    recorded = read_record(run_dir / "config.json").get("trainer", {})
+    recorded = read_json_object(run_dir / "config.json").get("trainer", {})
     return {name: value for name, value in recorded.items() if name in TrainingConfig.model_fields}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from atropos_api.common.cliconfig import ConfigError, load_config
+from atropos_api.common.files import read_json_object
 from atropos_api.view import RecordedBatch, RecordedRun, has_store, serve_view
 from atropos_api.wire.reports import HealthSign, StepMetrics, TokenReport
 from example_trainer.launcher.run_dir import RunDir
@@ -108,8 +108,5 @@ def _read_chats(root: Path) -> dict[str, Any]:
 
 
 def _read_settings(root: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads((root / "config.json").read_text(encoding="utf-8"))["trainer"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    found = read_json_object(root / "config.json").get("trainer")
     return found if isinstance(found, Mapping) else {}

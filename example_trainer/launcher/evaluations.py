@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from atropos_api.common import metric_names as names
-from example_trainer.launcher.run_dir import read_record
+from atropos_api.common.files import read_json_object
 
 METRIC_PREFIX = "eval/"
 Values = dict[str, list[tuple[int, float]]]
@@ -58,7 +58,7 @@ def _read_evaluations(evals: Path) -> list[_Evaluation]:
         step = re.fullmatch(r"step-(\d+)", path.parent.name)
         if step is not None:
             environment = "" if path.parent.parent == evals else path.parent.parent.name
-            found.append(_Evaluation(environment=environment, step=int(step[1]), content=read_record(path)))
+            found.append(_Evaluation(environment=environment, step=int(step[1]), content=read_json_object(path)))
     return sorted(found, key=lambda one: (one.environment, one.step))
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos_api.common import wandb_run
+from atropos_api.common.cliconfig import merge
 from atropos_api.common.secrets import redact
 from example_trainer.launcher.endpoints import (
     Endpoints,
@@ -24,7 +25,7 @@ from example_trainer.launcher.endpoints import (
     servers_on_one_gpu,
     token_variables,
 )
-from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, program_of, with_secrets
+from example_trainer.launcher.environment_settings import EnvironmentSettings, program_of, with_secrets
 from example_trainer.launcher.fleet_plan import AddedServer, server_id
 from example_trainer.launcher.run_dir import RunDir, as_plain_data
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings

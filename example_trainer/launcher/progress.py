@@ -38,11 +38,11 @@ KEPT_ROWS = 200
 class Endpoint:
     """Sends GET requests to one server over one kept connection; no answer is a result with status 0, not an error."""
 
-    def __init__(self, url: str, *, token: TokenSource | None = None, timeout_seconds: float = 0.5) -> None:
+    def __init__(self, url: str, *, token: TokenSource | None = None) -> None:
         parts = urlsplit(url)
         secure = parts.scheme == "https"
         connect = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        self._connection = connect(parts.hostname or "", parts.port or (443 if secure else 80), timeout=timeout_seconds)
+        self._connection = connect(parts.hostname or "", parts.port or (443 if secure else 80), timeout=0.5)
         self._prefix = parts.path.rstrip("/")
         self._token = token or TokenSource()
 

@@ -29,7 +29,7 @@ from typing import Any
 import yaml
 
 import example_trainer
-from atropos_api.common.files import write_private
+from atropos_api.common.files import read_json_object, write_private
 from atropos_api.common.secrets import redact, redact_arguments
 from atropos_api.common.wandb_run import RUN_ID
 from example_trainer.errors import TrainerError
@@ -153,7 +153,7 @@ class RunDir:
         """Return the id of the W&B run: the user's, that of the run that is resumed, or a new one."""
         if given := os.environ.get(RUN_ID):
             return given
-        kept = read_record(self.record).get("wandb_run_id") if resumes else None
+        kept = read_json_object(self.record).get("wandb_run_id") if resumes else None
         return str(kept or secrets.token_hex(4))
 
     def write_record(self, resolved: Mapping[str, Any]) -> None:
@@ -213,15 +213,6 @@ def refuse_other_checkpoints(directory: Path, flag: str) -> None:
 def find_checkpoint(directory: Path) -> Path | None:
     """Return a checkpoint in the directory, not always the newest one; None if there is none."""
     return next(directory.glob("checkpoint-[0-9]*"), None)
-
-
-def read_record(path: Path) -> Mapping[str, Any]:
-    """Return the content of a `config.json`; nothing if there is none, or none that can be read."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, Mapping) else {}
 
 
 def _numbered(path: Path) -> Iterator[Path]:

@@ -16,23 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from atropos_api.common.errors import AtroposError
-from atropos_api.common.files import write_whole
+from atropos_api.common.files import read_json_object, write_whole
 from atropos_api.common.html_pages import as_html, make_page, visible
 from atropos_api.page.files import page_files
 from environments.sdk.group_files import read_groups, render_group
 from example_trainer.launcher import svg_chart
 from example_trainer.launcher.comparison import as_rows, differing_settings, settings_of
 from example_trainer.launcher.data_use import data_table
-from example_trainer.launcher.run_dir import RunDir, read_record
-from example_trainer.launcher.summary import NoRun, Summary, read_timeline, summarise
+from example_trainer.launcher.run_dir import RunDir
+from example_trainer.launcher.summary import Summary, read_steps, read_timeline, summarise
 from example_trainer.launcher.svg_chart import Line, draw_chart, make_line
-from example_trainer.monitoring.trackers import EVENTS_FILE, METRICS_FILE, ROLLOUTS, MetricsTail
+from example_trainer.monitoring.trackers import EVENTS_FILE, ROLLOUTS, MetricsTail
 
 REPORT_NAME = "report.html"
 MOST_GROUPS_READ = 2000
 LONGEST_TEXT = 4000
 """Characters of one message in the report; the pages of rollouts have them all."""
-MOST_EXAMPLES = 12
 MOST_ENVIRONMENTS = 8
 PLACES = re.compile(r"^env/(?P<id>-?\d+)/")
 
@@ -61,9 +60,7 @@ class RunRecord:
 
 def read_run(root: Path, *, label: str | None = None, cost_per_hour: float | None = None) -> RunRecord:
     """Read a run directory; raises `NoRun` if it holds no finished step."""
-    rows = MetricsTail(root / METRICS_FILE).read()
-    if not rows:
-        raise NoRun(f"{root} holds no {METRICS_FILE} with a finished step")
+    rows = read_steps(root)
     signs = [row for row in MetricsTail(root / EVENTS_FILE).read() if {"sign", "step"} <= row.keys()]
     return RunRecord(
         root=root,
@@ -71,7 +68,7 @@ def read_run(root: Path, *, label: str | None = None, cost_per_hour: float | Non
         rows=rows,
         signs=signs,
         summary=summarise(root, timeline=read_timeline(root), cost_per_hour=cost_per_hour),
-        config=read_record(RunDir(root=root, log_root=root / "logs", attempt=1).record),
+        config=read_json_object(RunDir(root=root, log_root=root / "logs", attempt=1).record),
     )
 
 

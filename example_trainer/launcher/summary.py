@@ -13,20 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from rich.table import Table
 
 from atropos_api.common import metric_names as names
 from atropos_api.common.errors import AtroposError
-from atropos_api.common.files import replace_whole, write_whole
+from atropos_api.common.files import read_json_object, replace_whole, write_whole
 from environments.sdk.group_files import write_page
 from example_trainer.errors import TrainerError
 from example_trainer.launcher.data_use import data_lines, read_data_use, trained_length
 from example_trainer.launcher.evaluations import HeldOutScore, read_accuracies, read_held_out
 from example_trainer.launcher.run_dir import TIMELINE_NAME
 from example_trainer.launcher.totals import Totals, count_totals, read_launches, total_lines
-from example_trainer.monitoring.trackers import EVENTS_FILE, ROLLOUTS, MetricsTail
+from example_trainer.monitoring.trackers import EVENTS_FILE, METRICS_FILE, ROLLOUTS, MetricsTail
 
 WINDOW_STEPS = 5
 GOOD_REWARD = 0.9
@@ -84,9 +85,7 @@ def summarise(
     run_dir: Path, *, timeline: Mapping[str, float] | None = None, cost_per_hour: float | None = None
 ) -> Summary:
     """Read `metrics.jsonl` and the evaluations; `timeline` has the launcher's milestones as Unix times."""
-    rows = MetricsTail(run_dir / "metrics.jsonl").read()
-    if not rows:
-        raise NoRun(f"{run_dir} holds no metrics.jsonl with a finished step")
+    rows = read_steps(run_dir)
     rewards, lengths = _series(rows, names.REWARD_MEAN), _series(rows, names.RESPONSE_LENGTH_MEAN)
     held_out = read_held_out(run_dir / "evals")
     accuracy = held_out if held_out is not None and held_out.metric == names.EVAL_ACCURACY else None
@@ -121,12 +120,17 @@ def summarise(
     )
 
 
+def read_steps(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the rows of `metrics.jsonl`; raise `NoRun` if there is no finished step."""
+    rows = MetricsTail(run_dir / METRICS_FILE).read()
+    if not rows:
+        raise NoRun(f"{run_dir} holds no {METRICS_FILE} with a finished step")
+    return rows
+
+
 def read_timeline(run_dir: Path) -> dict[str, float] | None:
     """Return the milestones of the last launch in this directory that reached its end; None if none did."""
-    try:
-        return dict(json.loads((run_dir / TIMELINE_NAME).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return None
+    return read_json_object(run_dir / TIMELINE_NAME) or None
 
 
 def read_signs(run_dir: Path) -> tuple[str, ...]:
@@ -240,7 +244,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _median(values: Sequence[float]) -> float | None:
-    return sorted(values)[len(values) // 2] if values else None
+    return median_high(values) if values else None
 
 
 def _timestamp(row: Mapping[str, Any]) -> float | None:
@@ -269,9 +273,7 @@ def draw(run_dir: Path) -> Path:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = MetricsTail(run_dir / "metrics.jsonl").read()
-    if not rows:
-        raise NoRun(f"{run_dir} holds no metrics.jsonl with a finished step")
+    rows = read_steps(run_dir)
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     _draw_lengths(axes.twinx(), rows)
     _draw_rewards(axes, rows)

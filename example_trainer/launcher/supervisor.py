@@ -65,7 +65,7 @@ SETTLED_AFTER_SECONDS = 3.0
 class Supervisor:
     """Starts, watches and ends the children of one launcher; leaving its context ends them all."""
 
-    def __init__(self, log_dir: Path, *, guarded: bool = True, detached: bool = False) -> None:
+    def __init__(self, log_dir: Path, *, detached: bool = False) -> None:
         """Keep the log directory; `detached` is for a process whose starter kills its children (see `Guardian`)."""
         self._log_dir = log_dir
         self._mark = uuid.uuid4().hex
@@ -74,9 +74,10 @@ class Supervisor:
         self._temporary_dir = _name_scratch(self._mark)
         self._shared_memory = SharedMemoryLedger()
         # Before the directory is made, so that a launcher that is killed between the two leaves no directory.
-        scratch = self._temporary_dir
-        self._guardian = Guardian(mark=self._mark, temporary_dir=scratch, detached=detached) if guarded else None
-        _make_scratch(Path(scratch))
+        self._guardian: Guardian | None = Guardian(
+            mark=self._mark, temporary_dir=self._temporary_dir, detached=detached
+        )
+        _make_scratch(self.scratch)
         self._children: dict[str, Child] = {}
         self._observed_at = 0.0
 

@@ -258,12 +258,12 @@ def queued_sequences(snapshot: Snapshot) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def sparkline(values: Sequence[float], *, low: float = 0.0, high: float = 1.0) -> str:
-    """Draw the newest values as bars between `low` and `high`, which are widened to include all of them."""
+def sparkline(values: Sequence[float], *, high: float = 1.0) -> str:
+    """Draw the newest values as bars between 0 and `high`, or wider limits that include all of them."""
     recent = values[-SPARKLINE_WIDTH:]
     if not recent:
         return ""
-    low, high = min(low, *recent, low), max(high, *recent, high)
+    low, high = min(0.0, *recent), max(high, *recent)
     scale = (len(SPARKS) - 1) / ((high - low) or 1.0)
     return "".join(SPARKS[round((value - low) * scale)] for value in recent)
 

@@ -47,7 +47,6 @@ def preflight(
     *,
     starts_server: bool,
     servers: ServerShares | None = None,
-    environment: Mapping[str, str] | None = None,
     program: str = "atropos-grpo",
 ) -> Choice:
     """Raise `DoesNotFit` if a run does not fit its GPU; under `--fit auto` return the changes with which it does.
@@ -58,13 +57,12 @@ def preflight(
     """
     if config.fit == "off":
         return Choice()
-    environment = os.environ if environment is None else environment
     gpu_index = trainer_gpu(config)
     total_bytes = gpu_bytes(config, gpu_index)
     shape = None if total_bytes is None else local_shape(config.model_name)
     if total_bytes is None or shape is None:
         return Choice()
-    shares_gpu = program != "atropos-sft" and serves_on(gpu_index, config, environment)
+    shares_gpu = program != "atropos-sft" and serves_on(gpu_index, config, os.environ)
     gpu = gpu_of(shape, config, total_bytes, shares_gpu=shares_gpu, starts_server=starts_server)
     gpu = replace(gpu, program=program)
     if servers is not None:

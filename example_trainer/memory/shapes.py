@@ -10,6 +10,8 @@ from typing import Any
 
 from atropos_api.common.files import expand_home
 
+CONFIG_FILE = "config.json"
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 ADAPTED_BY_DEFAULT = ("q_proj", "v_proj")
@@ -132,16 +134,16 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
     )
 
 
-def find_config(name: str) -> Path | None:
-    """Return the path of the config.json of a directory, or of a Hugging Face id in the local cache; else None."""
+def find_file(name: str, file: str) -> Path | None:
+    """Return the path of a file of a model: in its directory, or if it is in the local cache of Hugging Face ids."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     directory = expand_home(name)
     if directory.is_dir():
-        return directory / "config.json"
+        return directory / file
     try:
-        found = try_to_load_from_cache(name, "config.json")
+        found = try_to_load_from_cache(name, file)
     except HFValidationError:
         return None
     return Path(found) if isinstance(found, str) else None
@@ -149,7 +151,7 @@ def find_config(name: str) -> Path | None:
 
 def local_shape(name: str) -> ModelShape | None:
     """Return the shape of a model on this machine; None if it is not here or is not a decoder of the usual form."""
-    path = find_config(name)
+    path = find_file(name, CONFIG_FILE)
     if path is None:
         return None
     try:

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -96,37 +96,14 @@ def _try(name: str, loss: OwnLoss) -> None:
 
 def loss_settings(config: ObjectiveOptions) -> LossSettings:
     """Return the loss settings of `config`; import a user-defined loss."""
-    return LossSettings(
-        loss_type=config.loss_type,
-        own_loss=load_own_loss(config.loss_type) if config.has_own_loss else None,
-        importance_sampling=config.importance_sampling,
-        clip_eps_low=config.clip_eps,
-        clip_eps_high=config.clip_eps_high or config.clip_eps,
-        dual_clip=config.dual_clip,
-        cispo_cap=config.cispo_cap,
-        sapo_temperature_pos=config.sapo_temperature_pos,
-        sapo_temperature_neg=config.sapo_temperature_neg,
-        vespo_k_pos=config.vespo_k_pos,
-        vespo_lambda_pos=config.vespo_lambda_pos,
-        vespo_k_neg=config.vespo_k_neg,
-        vespo_lambda_neg=config.vespo_lambda_neg,
-        m2_threshold=config.m2_threshold,
-        tis_cap=config.tis_cap,
-        tis_floor=config.tis_floor,
-        log_ratio_clamp=config.log_ratio_clamp,
-        old_logprobs=config.old_logprobs,
-        mismatch_correction=config.mismatch_correction,
-        off_policy_threshold=config.off_policy_mask,
-        staleness_mask=config.staleness_mask,
-        staleness_decay=config.staleness_decay,
-        kl_coef=config.kl_coef,
-        kl_estimator=config.kl_estimator,
-        kl_bias_correction=config.kl_bias_correction,
-        entropy_coef=config.entropy_coef,
-        distill=config.distill,
-        distill_coef=config.distill_coef,
-        distill_temperature=config.distill_temperature,
-    )
+    same_names = {field.name for field in fields(LossSettings)}
+    own: dict[str, Any] = {
+        "own_loss": load_own_loss(config.loss_type) if config.has_own_loss else None,
+        "clip_eps_low": config.clip_eps,
+        "clip_eps_high": config.clip_eps_high or config.clip_eps,
+        "off_policy_threshold": config.off_policy_mask,
+    }
+    return LossSettings(**config.model_dump(include=same_names) | own)
 
 
 class Objective:

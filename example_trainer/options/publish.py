@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from atropos_api.common.identity import Address, Host, split_address
+from atropos_api.common.identity import Address, Host, host_in_url, split_address
 from atropos_api.common.secrets import SECRET
 from example_trainer.options.modes import MODES, BridgeMode, Mode
 from example_trainer.options.vllm_settings import checked_settings
@@ -165,7 +165,7 @@ class PublishOptions(BaseModel):
     @property
     def vllm_url(self) -> str:
         """The address of the server at `--vllm-port`."""
-        return f"http://{self.vllm_host}:{self.vllm_port}"
+        return f"http://{host_in_url(self.vllm_host)}:{self.vllm_port}"
 
     @property
     def mode(self) -> Mode:

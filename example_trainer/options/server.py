@@ -6,15 +6,13 @@ the program that starts the server: address, model, files. Importing this module
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from atropos_api.common.cliconfig import validate
-from atropos_api.common.option_flags import flag
 from example_trainer.options.publish import served_rank
 from example_trainer.options.training_options import TrainingOptions
-from example_trainer.options.vllm_settings import DECIDED, JSON_LISTS, TRAINER_FIELDS, refuse_unknown
+from example_trainer.options.vllm_settings import DECIDED, TRAINER_FIELDS, refuse_unknown
 
 OptionsT = TypeVar("OptionsT", bound=TrainingOptions)
 
@@ -107,20 +105,3 @@ def _remarks(config: TrainingOptions, given: Mapping[str, Any], *, starter: str 
                 f"vllm.{name} {value} has no effect in mode {config.weight_bridge_mode}: the {starter} starts the "
                 f"server, and {DECIDED[name]} decides it"
             )
-
-
-def as_arguments(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings as command-line arguments of the server; those that are None are left out."""
-    arguments: list[str] = []
-    for name, value in settings.items():
-        if value is True:
-            arguments.append(flag(name))
-        elif value is False:
-            arguments.append(flag(f"no_{name}"))
-        elif isinstance(value, Mapping) or name in JSON_LISTS:
-            arguments += [flag(name), json.dumps(value)]
-        elif isinstance(value, list | tuple):
-            arguments += [flag(name), *map(str, value)]
-        elif value is not None:
-            arguments += [flag(name), str(value)]
-    return arguments

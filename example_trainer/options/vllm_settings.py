@@ -8,10 +8,12 @@ that: it takes seconds, and its options can be read from two of its files.
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from atropos_api.common.cliconfig import ConfigError, nearest
 from atropos_api.common.option_flags import flag
@@ -68,7 +70,7 @@ MEMORY_SETTINGS = frozenset(
 )
 """Options of the server that make its memory differ from what the trainer's options say."""
 
-JSON_LISTS = frozenset({"allowed_origins", "allowed_methods", "allowed_headers"})
+_JSON_LISTS = frozenset({"allowed_origins", "allowed_methods", "allowed_headers"})
 """Lists that vLLM's parser takes as JSON; it takes others as words."""
 
 _DECLARATIONS: Mapping[str, tuple[str, ...]] = {
@@ -112,6 +114,23 @@ def refuse_unknown(names: Iterable[str], *, where: str) -> None:
                 f"{where} {name}: the installed vLLM has no such option{nearest(name, sorted(known))} "
                 "(vllm serve --help=all lists them)"
             )
+
+
+def as_arguments(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings as command-line arguments of the server; those that are None are left out."""
+    arguments: list[str] = []
+    for name, value in settings.items():
+        if value is True:
+            arguments.append(flag(name))
+        elif value is False:
+            arguments.append(flag(f"no_{name}"))
+        elif isinstance(value, Mapping) or name in _JSON_LISTS:
+            arguments += [flag(name), json.dumps(value)]
+        elif isinstance(value, list | tuple):
+            arguments += [flag(name), *map(str, value)]
+        elif value is not None:
+            arguments += [flag(name), str(value)]
+    return arguments
 
 
 @cache

@@ -148,9 +148,7 @@ class Adapters:
     async def unload(self, name: str) -> dict[str, Any]:
         """Stop serving an adapter; it is dropped when its last request has ended."""
         async with self._lock:
-            adapter = self._loaded.get(name)
-            if adapter is None:
-                raise Problem(404, "unknown-adapter", f"no adapter {name!r} is loaded; GET /lora/status lists them")
+            adapter = self._known(name)
             if self.active is adapter:
                 self._activate(None)
             self._retire(adapter)
@@ -159,9 +157,7 @@ class Adapters:
     async def activate(self, name: str) -> dict[str, Any]:
         """Switch back, or forward, to a version that is still loaded."""
         async with self._lock:
-            if name not in self._loaded:
-                raise Problem(404, "unknown-adapter", f"no adapter {name!r} is loaded; GET /lora/status lists them")
-            self._activate(self._loaded[name])
+            self._activate(self._known(name))
         return self.status()
 
     async def check(self, name: str) -> dict[str, Any]:
@@ -180,6 +176,11 @@ class Adapters:
 
     async def counters(self) -> dict[str, Any]:
         return dict(await self._engine.call_worker("atropos_adapter_counters")) if self.enabled else {}
+
+    def _known(self, name: str) -> Adapter:
+        if name not in self._loaded:
+            raise Problem(404, "unknown-adapter", f"no adapter {name!r} is loaded; GET /lora/status lists them")
+        return self._loaded[name]
 
     async def _try(self, adding: Awaitable[Any], request: Any, what: str) -> Any:
         try:

@@ -25,11 +25,13 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 from prometheus_client import REGISTRY
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atropos_api.client import AsyncBrokerClient
+from atropos_api.common.identity import EVERYWHERE, host_in_url
 from atropos_api.common.logs import LogContext
 from example_trainer.errors import CannotServe
-from example_trainer.processes.ports import ServerSockets
+from example_trainer.processes.ports import LOOPBACK, ServerSockets
 from example_trainer.serving import startup
 from example_trainer.serving.adapters import Adapters
 from example_trainer.serving.admission import AdmissionGate
@@ -44,7 +46,7 @@ from example_trainer.serving.checkpoint_shapes import declared_shapes
 from example_trainer.serving.config import RegistrationIdentity, ServerConfig
 from example_trainer.serving.engine import EngineAdapter
 from example_trainer.serving.fence import Fence
-from example_trainer.serving.generate import GenerateHandler, Receive, Scope, Send
+from example_trainer.serving.generate import GenerateHandler
 from example_trainer.serving.handover import HandoverServer, hand_over, take_over
 from example_trainer.serving.metrics import ServerMetrics
 from example_trainer.serving.problems import Problem, answer_errors, list_served_names
@@ -77,8 +79,6 @@ _LEFT_OUT = {
 
 _TAKEN_OVER = {f"/v1/{name}": f"/lora/{name}" for name in ("load_lora_adapter", "unload_lora_adapter")}
 
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
-
 
 class ServerASGI:
     """Wraps vLLM's application, which stays as it is.
@@ -89,7 +89,7 @@ class ServerASGI:
 
     def __init__(
         self,
-        app: Application,
+        app: ASGIApp,
         generate: GenerateHandler,
         gate: AdmissionGate,
         *,
@@ -146,7 +146,7 @@ class ServerASGI:
             self._gate.leave()
 
 
-def with_cors(asgi: Application, args: Any) -> Application:
+def with_cors(asgi: ASGIApp, args: Any) -> ASGIApp:
     """Allow the pages in vLLM's `--allowed-origins` to read these answers too."""
     if not args.allowed_origins:
         return asgi
@@ -351,9 +351,11 @@ class ServerRun:
             raise CannotServe(f"--adapter {path}: {problem.detail}") from problem
 
     def _url(self) -> str:
-        return f"http://{_reachable(self._config.host)}:{self._config.port}"
+        """Return the address under which this machine reaches the server."""
+        host = LOOPBACK if self._config.host in EVERYWHERE else host_in_url(self._config.host)
+        return f"http://{host}:{self._config.port}"
 
-    def _make_asgi(self, app: FastAPI, state: ServerState) -> Application:
+    def _make_asgi(self, app: FastAPI, state: ServerState) -> ASGIApp:
         tokenizer = state.engine.async_llm.tokenizer
         replies = Replies(boot_id=self._boot_id, tokenizer=tokenizer)
         check: Callable[[Headers], None] = lambda _: None  # noqa: E731  an unregistered server refuses nothing
@@ -378,7 +380,7 @@ class ServerRun:
         return with_cors(asgi, args)
 
 
-def _make_server(asgi: Application, options: dict[str, Any]) -> HandoverServer:
+def _make_server(asgi: ASGIApp, options: dict[str, Any]) -> HandoverServer:
     """Return a uvicorn server with vLLM's settings for it."""
     for ours in ("enable_ssl_refresh", "peer_loads"):
         options.pop(ours, None)
@@ -436,10 +438,3 @@ async def _stop(
 
 async def _nothing() -> None:
     """Do nothing: vLLM awaits this after its engine is down, when everything is done."""
-
-
-def _reachable(host: str) -> str:
-    """Return an address under which a server that listens on `host` can be reached from this machine."""
-    if host in {"", "0.0.0.0", "::"}:  # noqa: S104  these are what is translated away
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host

@@ -36,18 +36,20 @@ from example_trainer.weight_protocol.checkpoint_files import CheckpointSource
 LARGEST_VERSION = 2**63 - 1
 
 
-class BeginPublish(BaseModel):
+class Body(BaseModel):
+    """The body of a request, which may have no other fields."""
+
     model_config = ConfigDict(extra="forbid")
 
+
+class BeginPublish(Body):
     lease_seconds: float = Field(30.0, gt=0, le=600)
     drain_seconds: float = Field(DRAIN_SECONDS, ge=0, le=600)
     in_flight: InFlight = "drain"
     publish_id: str | None = Field(None, min_length=16, max_length=64)
 
 
-class PublishId(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class PublishId(Body):
     publish_id: str
 
 
@@ -55,9 +57,7 @@ class EndPublish(PublishId):
     version: int = Field(ge=0, le=LARGEST_VERSION)
 
 
-class Reload(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class Reload(Body):
     path: str
     version: int = Field(ge=0, le=LARGEST_VERSION)
     drain_seconds: float = Field(DRAIN_SECONDS, ge=0, le=600)
@@ -70,7 +70,8 @@ def require_awake(state: State) -> None:
     state.check_awake()
 
 
-_CHANGES_WEIGHTS = (Depends(require_token), Depends(require_awake))
+_GUARDED = (Depends(require_token),)
+_CHANGES_WEIGHTS = (*_GUARDED, Depends(require_awake))
 
 
 def make_bridge_router() -> APIRouter:
@@ -138,50 +139,46 @@ def _add_reads(router: APIRouter) -> None:
 
 
 def _add_publish(router: APIRouter) -> None:
-    guarded = [Depends(require_token)]
-
     @router.post("/publish/begin", dependencies=_CHANGES_WEIGHTS)
     async def begin(body: BeginPublish, state: State) -> dict[str, Any]:
         return await state.fence.begin(**body.model_dump())
 
-    @router.post("/publish/renew", dependencies=guarded)
+    @router.post("/publish/renew", dependencies=_GUARDED)
     async def renew(publish: PublishId, state: State) -> dict[str, Any]:
         return state.fence.renew(publish.publish_id)
 
-    @router.post("/publish/end", dependencies=guarded)
+    @router.post("/publish/end", dependencies=_GUARDED)
     async def end(publish: EndPublish, state: State) -> dict[str, Any]:
         return dict(await state.fence.end(publish.publish_id, publish.version))
 
-    @router.post("/publish/abort", dependencies=guarded)
+    @router.post("/publish/abort", dependencies=_GUARDED)
     async def abort(publish: PublishId, state: State) -> dict[str, Any]:
         return await state.fence.abort(publish.publish_id)
 
 
 def _add_reload(router: APIRouter) -> None:
-    @router.post("/reload", dependencies=[Depends(require_token)])
+    @router.post("/reload", dependencies=_GUARDED)
     async def reload(body: Reload, state: State) -> dict[str, Any]:
         return dict(await state.reload(body.path, body.version, drain_seconds=body.drain_seconds, source=body.source))
 
 
 def _add_switches(router: APIRouter) -> None:
-    guarded = [Depends(require_token)]
-
-    @router.post("/pause", dependencies=guarded)
+    @router.post("/pause", dependencies=_GUARDED)
     async def pause(state: State) -> dict[str, bool]:
         await state.fence.hold()
         return {"is_paused": state.fence.paused}
 
-    @router.post("/resume", dependencies=guarded)
+    @router.post("/resume", dependencies=_GUARDED)
     async def resume(state: State) -> dict[str, bool]:
         await state.fence.release()
         return {"is_paused": state.fence.paused}
 
-    @router.post("/sleep", dependencies=guarded)
+    @router.post("/sleep", dependencies=_GUARDED)
     async def sleep(state: State, level: int = 1) -> dict[str, bool]:
         await state.sleep(level)
         return {"is_sleeping": state.sleeping}
 
-    @router.post("/wake_up", dependencies=guarded)
+    @router.post("/wake_up", dependencies=_GUARDED)
     async def wake_up(state: State) -> dict[str, bool]:
         await state.wake_up()
         return {"is_sleeping": state.sleeping}
@@ -192,9 +189,7 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.02
 
 
-class Join(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class Join(Body):
     address: str
     port: int = Field(ge=1, le=65535)
     rank: int = Field(ge=1)
@@ -207,24 +202,22 @@ class Load(PublishId):
     version: int = Field(ge=0)
 
 
-class Receive(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class Receive(Body):
     buckets: list[list[tuple[str, list[int], str]]]
     transfer_id: str = Field(min_length=1, max_length=64)
 
 
 def make_broadcast_router() -> APIRouter:
     router = APIRouter(prefix="/bridge/broadcast", tags=["bridge"], route_class=ProblemRoute)
-    guarded = [Depends(require_token)]
 
     @router.post("/join", dependencies=_CHANGES_WEIGHTS)
     async def join(body: Join, state: State) -> dict[str, Any]:
-        if (last := body.rank + state.workers - 1) >= body.world_size:
+        workers = state.engine.workers
+        if (last := body.rank + workers - 1) >= body.world_size:
             raise Problem(
                 409,
                 "cannot-receive",
-                f"the {state.workers} worker processes of this server would join as ranks {body.rank} to {last} of "
+                f"the {workers} worker processes of this server would join as ranks {body.rank} to {last} of "
                 f"{body.world_size}; count those of every server (`workers` in /bridge/info)",
             )
         place = (body.address, body.port, body.rank, body.world_size, body.backend)
@@ -243,7 +236,7 @@ def make_broadcast_router() -> APIRouter:
         state.fence.overwrite(body.publish_id, body.version, LoadedWeights(state))
         return await _call(state, "atropos_load_broadcast")
 
-    @router.post("/leave", dependencies=guarded)
+    @router.post("/leave", dependencies=_GUARDED)
     async def leave(state: State) -> dict[str, Any]:
         return await _call(state, "atropos_leave_broadcast")
 
@@ -306,9 +299,7 @@ _MEBIBYTE = 1 << 20
 MOST_FORWARDS = 1024
 
 
-class LoadAdapter(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class LoadAdapter(Body):
     name: str = Field(min_length=1, validation_alias=AliasChoices("name", "adapter_name"))
     path: str = Field(validation_alias=AliasChoices("path", "adapter_path"))
     version: int | None = Field(None, ge=0, le=LARGEST_VERSION)
@@ -329,15 +320,12 @@ class UnloadByName(BaseModel):
     lora_name: str
 
 
-class NamedAdapter(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class NamedAdapter(Body):
     name: str
 
 
 def make_lora_router() -> APIRouter:
     router = APIRouter(prefix="/lora", tags=["lora"], route_class=ProblemRoute)
-    guarded = [Depends(require_token)]
 
     @router.get("/status")
     async def status(state: State) -> dict[str, Any]:
@@ -368,7 +356,7 @@ def make_lora_router() -> APIRouter:
     async def load(body: LoadAdapter, state: State) -> dict[str, Any]:
         return await state.adapters.load(body.name, body.path, body.version, activate=body.activate)
 
-    @router.post("/activate", dependencies=guarded)
+    @router.post("/activate", dependencies=_GUARDED)
     async def activate(body: NamedAdapter, state: State) -> dict[str, Any]:
         return await state.adapters.activate(body.name)
 
@@ -376,7 +364,7 @@ def make_lora_router() -> APIRouter:
     async def check(body: NamedAdapter, state: State) -> dict[str, Any]:
         return await state.adapters.check(body.name)
 
-    @router.post("/unload", dependencies=guarded)
+    @router.post("/unload", dependencies=_GUARDED)
     async def unload(body: NamedAdapter, state: State) -> dict[str, Any]:
         return await state.adapters.unload(body.name)
 
@@ -386,14 +374,13 @@ def make_lora_router() -> APIRouter:
 
 def _add_vllm_routes(router: APIRouter) -> None:
     """Add the routes that answer for vLLM's own, in their format."""
-    guarded = [Depends(require_token)]
 
     @router.post("/load_lora_adapter", dependencies=_CHANGES_WEIGHTS, include_in_schema=False)
     async def load_by_path(body: LoadByPath, state: State) -> PlainTextResponse:
         await state.adapters.load(body.lora_name, body.lora_path, None, activate=False)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    @router.post("/unload_lora_adapter", dependencies=guarded, include_in_schema=False)
+    @router.post("/unload_lora_adapter", dependencies=_GUARDED, include_in_schema=False)
     async def unload_by_name(body: UnloadByName, state: State) -> PlainTextResponse:
         await state.adapters.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from pathlib import Path
 
 from example_trainer.errors import TrainerError
+from example_trainer.weight_protocol.checkpoint_files import missing_bytes, read_header
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -66,21 +65,18 @@ def declared_shapes(model: str, revision: str | None) -> Shapes:
 
 def _read_header(file: Path) -> Shapes:
     try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    except (OSError, ValueError, struct.error, AttributeError, LookupError, TypeError) as error:
+        tensors = read_header(file)
+        missing = missing_bytes(file, tensors)
+    except (OSError, ValueError) as error:
         raise CheckpointUnreadable(f"{file} is not a safetensors file: {error}") from error
-    if file.stat().st_size < end:
-        raise CheckpointUnreadable(f"{file} has {file.stat().st_size} of {end} bytes: it is truncated")
-    unknown = {entry["dtype"] for entry in tensors.values()} - _PLAIN_DTYPES
+    if missing is not None:
+        raise CheckpointUnreadable(f"{file} has {missing[0]} of {missing[1]} bytes: it is truncated")
+    unknown = {tensor.dtype for tensor in tensors} - _PLAIN_DTYPES
     if unknown:
         raise CheckpointUnreadable(
             f"{file} holds tensors of type {', '.join(sorted(unknown))}: such weights are quantised"
         )
-    return {name: tuple(entry["shape"]) for name, entry in tensors.items()}
+    return {tensor.name: tensor.shape for tensor in tensors}
 
 
 def _downloaded(model: str, revision: str | None) -> Path:

@@ -6,7 +6,6 @@ file.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -20,10 +19,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from atropos_api.common.cliconfig import load_config_with_rest
 from atropos_api.common.files import expand_home
-from atropos_api.common.identity import Address
+from atropos_api.common.identity import EVERYWHERE, Address, host_in_url
 from atropos_api.common.observability import LogForm
 from atropos_api.common.secrets import SECRET, TokenSource
 from atropos_api.wire.servers import ServerMode
+from example_trainer.options.vllm_settings import as_arguments
 from example_trainer.processes.gpus import DEVICES, serves_from_gpu
 
 PLUGIN = "atropos_die_with_parent"
@@ -41,8 +41,6 @@ _ADAPTER_SLOTS = 4
 MOST_LOGPROBS = 256
 """Alternatives a token that a request may ask for; vLLM's 20 are too few for the sampling masks of top_p or top_k."""
 _HOST_ADAPTERS_PER_SLOT = 4
-_JSON_LISTS = frozenset({"allowed_origins", "allowed_methods", "allowed_headers"})
-"""Lists that vLLM's parser takes as JSON."""
 _ON_A_GPU = {
     # Triton multiplies float32 matrices in TF32 by default, with 10 bits of mantissa: vLLM's attention in float32 was
     # off by 1.6e-2 in a simulation, where the parity check allows 1.7e-4. It changes no 16-bit product.
@@ -224,15 +222,14 @@ class ServerConfig(BaseModel):
         """Return this server as it registers at a broker."""
         awaits = self.awaits_policy(environ)
         scheme: Literal["http", "https"] = "https" if encrypted else "http"
-        is_named = self.host not in {"", "0.0.0.0", "::"}  # noqa: S104  these are every address, so the broker sees it
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        own_url = None if self.host in EVERYWHERE else f"{scheme}://{host_in_url(self.host)}:{self.port}"
         return RegistrationIdentity(
             server_id=self.server_id or _as_server_id(f"{socket.gethostname()}:{self.port}"),
             boot_id=boot_id,
             first_lease_id=secrets.token_hex(8),
             policy=self.policy,
             mode="fixed" if not awaits else "adapters" if self.enable_lora else "weights",
-            url=self.advertise_url or (f"{scheme}://{host}:{self.port}" if is_named else None),
+            url=self.advertise_url or own_url,
             scheme=scheme,
             port=self.port,
         )
@@ -285,8 +282,11 @@ def read_config(argv: Sequence[str]) -> tuple[ServerConfig, list[str]]:
 
 def vllm_arguments(config: ServerConfig, rest: Sequence[str], *, on_cpu: bool) -> list[str]:
     """Return the command line for vLLM's own parser."""
+    off_by_default = {name for name, field in ServerConfig.model_fields.items() if field.default is False}
     values: dict[str, Any] = {
-        name: value for name, value in config.model_dump().items() if name not in _OWN_FIELDS and value is not None
+        name: value
+        for name, value in config.model_dump(exclude=set(_OWN_FIELDS)).items()
+        if value is not None and not (value is False and name in off_by_default)
     }
     values.setdefault("disable_uvicorn_access_log", True)
     values.setdefault("max_logprobs", MOST_LOGPROBS)
@@ -299,8 +299,7 @@ def vllm_arguments(config: ServerConfig, rest: Sequence[str], *, on_cpu: bool) -
         values.setdefault("kv_cache_memory_bytes", kv_budget_on_cpu(config.gpu_memory_utilization))
     elif config.gpu_memory_utilization is not None:
         values["gpu_memory_utilization"] = config.gpu_memory_utilization
-    arguments = [argument for name, value in values.items() for argument in _as_arguments(name, value)]
-    return [*arguments, *rest]
+    return [*as_arguments(values), *rest]
 
 
 def with_head_dtype(overrides: Any, head_dtype: str) -> Any:
@@ -343,17 +342,3 @@ def prepare_environment(
         environ.setdefault("HF_HUB_OFFLINE", "1")
     if (allowed := environ.get("VLLM_PLUGINS")) is not None and PLUGIN not in allowed.split(","):
         environ["VLLM_PLUGINS"] = ",".join(filter(None, [allowed, PLUGIN]))
-
-
-def _as_arguments(name: str, value: Any) -> list[str]:
-    flag = f"--{name.replace('_', '-')}"
-    if value is True:
-        return [flag]
-    if value is False:
-        field = ServerConfig.model_fields.get(name)
-        return [] if field is not None and field.default is False else [flag.replace("--", "--no-", 1)]
-    if isinstance(value, dict) or name in _JSON_LISTS:
-        return [flag, json.dumps(value)]
-    if isinstance(value, list):
-        return [flag, *map(str, value)]
-    return [flag, str(value)]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
+from starlette.types import Receive, Scope, Send
 
 from atropos_api.common.cliconfig import nearest
 from example_trainer.serving import problems
@@ -180,12 +181,6 @@ def _explain(message: str) -> str:
     known = TokenPrompt.__struct_fields__ if found["where"] == "$.prompt" else GenerateRequest.__struct_fields__
     return f"unknown field {found['name']!r}{nearest(found['name'], known)}"
 
-
-Scope = MutableMapping[str, Any]
-
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _MAX_BODY_BYTES = 32 << 20
 _LONG_TEXT = 4096  # characters; tokenising more in the event loop would delay all other requests

@@ -17,8 +17,8 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 from atropos_api.client import BrokerClient, BrokerHostUnknown, BrokerRefused, BrokerUnreachable
 from atropos_api.common.errors import AtroposError
@@ -58,7 +58,7 @@ class Broker(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """The state of the server that it reports with each renewal."""
+    """The state of the server that it reports with each renewal, under the names of `ServerReport`."""
 
     version: int | None = None
     running: int = 0
@@ -71,16 +71,7 @@ def announce_start(broker_url: str, identity: RegistrationIdentity, token: Token
 
     Raise `CannotServe` for a broker that cannot exist or does not accept the token.
     """
-    report = ServerReport(
-        lease_id=identity.first_lease_id,
-        boot_id=identity.boot_id,
-        mode=identity.mode,
-        policy=identity.policy,
-        url=identity.url,
-        scheme=identity.scheme,
-        port=identity.port,
-        ready=False,
-    )
+    report = _report(identity, identity.first_lease_id, ready=False)
     with BrokerClient(broker_url, token=token, timeout_seconds=LEAVE_SECONDS, retry_seconds=0.0) as broker:
         try:
             broker.renew_server(identity.server_id, report)
@@ -237,18 +228,18 @@ class Registration:
         return self._clock() - self._engine_answered_at < PATIENCE_SECONDS
 
     def _report(self) -> ServerReport:
-        identity, load = self.identity, self._load
-        return ServerReport(
-            lease_id=self.lease_id,
-            boot_id=identity.boot_id,
-            mode=identity.mode,
-            policy=identity.policy,
-            url=identity.url,
-            scheme=identity.scheme,
-            port=identity.port,
-            draining=self._draining,
-            version=load.version,
-            running=load.running,
-            waiting=load.waiting,
-            kv_free=load.kv_free,
-        )
+        return _report(self.identity, self.lease_id, draining=self._draining, **asdict(self._load))
+
+
+def _report(identity: RegistrationIdentity, lease_id: str, **state: Any) -> ServerReport:
+    """Return what a server reports about itself and its state."""
+    return ServerReport(
+        lease_id=lease_id,
+        boot_id=identity.boot_id,
+        mode=identity.mode,
+        policy=identity.policy,
+        url=identity.url,
+        scheme=identity.scheme,
+        port=identity.port,
+        **state,
+    )

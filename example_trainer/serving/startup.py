@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
-import json
 import logging
 import socket
 import threading
@@ -18,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from atropos_api.common.concurrency import Wait
-from atropos_api.common.files import expand_home
+from atropos_api.common.files import expand_home, read_json_object
 from example_trainer.errors import CannotServe
 from example_trainer.serving import problems
 from example_trainer.serving.config import ServerConfig
@@ -195,11 +194,7 @@ def check_shareable(model: Mapping[str, Any]) -> None:
 
 def described(model: str) -> dict[str, Any]:
     """Return the `config.json` of a local model; for a model on the hub, vLLM reads it later."""
-    try:
-        found = json.loads((expand_home(model) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return read_json_object(expand_home(model) / "config.json")
 
 
 def check_quantised_checkpoint(quantization: str | None) -> None:

@@ -86,16 +86,11 @@ class ServerState:
             "hostname": self.hostname,
             "base_digest": self.base_digest,
             "registration": None if self.registration is None else self.registration.describe(),
-            "workers": self.workers,
+            "workers": self.engine.workers,
         }
         if self.manifest is None:
             status["how_to_share"] = SHARING_HOW_TO
         return status
-
-    @property
-    def workers(self) -> int:
-        """The number of worker processes, each of which takes part in a broadcast."""
-        return self.engine.workers
 
     @cached_property
     def vocabulary(self) -> str | None:

@@ -16,10 +16,12 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import uvicorn
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from example_trainer.errors import CannotServe
 from example_trainer.processes.ports import ServerSockets, open_sockets
@@ -123,12 +125,6 @@ class StubEngine:
         return {"generated_tokens_total": self.generated_tokens, "recomputed_tokens_total": 0}
 
 
-Scope = MutableMapping[str, Any]
-
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
 _PIECES = 5
 
 
@@ -143,47 +139,35 @@ class VersionServer:
         self._facts |= {"lora": True, "base_digest": base.digest if base else None}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
         try:
-            if scope["method"] in {"GET", "HEAD"}:
-                await _answer(send, [self._facts])
+            if request.method in {"GET", "HEAD"}:
+                await JSONResponse(self._facts)(scope, receive, send)
                 return
-            body = await _read_body(receive)
+            body = await request.body()
             answer = self._facts | {"digest": hashlib.blake2b(body, digest_size=16).hexdigest()}
+            asked = json.loads(body)
+            seconds = asked.get("seconds", self._answer_seconds)
             await self.gate.enter()
             try:
-                await self._decode(json.loads(body), answer, send)
+                if asked.get("stream"):
+                    await _stream(send, json.dumps(answer).encode() + b"\n", seconds)
+                else:
+                    await asyncio.sleep(seconds)
+                    await JSONResponse(answer)(scope, receive, send)
             finally:
                 self.gate.leave()
         except Problem as problem:
             await problem.response()(scope, receive, send)
 
-    async def _decode(self, asked: dict[str, Any], answer: dict[str, Any], send: Send) -> None:
-        if not asked.get("stream"):
-            await asyncio.sleep(asked.get("seconds", self._answer_seconds))
-            await _answer(send, [answer])
-            return
-        await _answer(send, [answer], more=True)
-        for _ in range(_PIECES):
-            await asyncio.sleep(asked.get("seconds", self._answer_seconds) / _PIECES)
-            await send({"type": "http.response.body", "body": json.dumps(answer).encode() + b"\n", "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
 
-
-async def _read_body(receive: Receive) -> bytes:
-    body = b""
-    more = True
-    while more:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return body
-
-
-async def _answer(send: Send, lines: Sequence[dict[str, Any]], *, more: bool = False) -> None:
-    body = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-    length = [] if more else [(b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": length})
-    await send({"type": "http.response.body", "body": body, "more_body": more})
+async def _stream(send: Send, piece: bytes, seconds: float) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": piece, "more_body": True})
+    for _ in range(_PIECES):
+        await asyncio.sleep(seconds / _PIECES)
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def serve(app: VersionServer, sockets: ServerSockets, starting: StartingAnswers | None, drain: float) -> None:

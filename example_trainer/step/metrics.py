@@ -168,13 +168,13 @@ def describe(batch: Batch, training: TrainingBatch) -> PreparedBatch:
     )
 
 
-def repetition(answers: Iterable[NDArray[np.int64]], ngram_tokens: int = NGRAM_TOKENS) -> float:
+def repetition(answers: Iterable[NDArray[np.int64]]) -> float:
     """Return the share `[0, 1]` of n-grams that occurred before in the same answer, over all answers with an n-gram."""
     total = repeated = 0
     for answer in answers:
-        if len(answer) < ngram_tokens:
+        if len(answer) < NGRAM_TOKENS:
             continue
-        grams = np.lib.stride_tricks.sliding_window_view(answer, ngram_tokens)
+        grams = np.lib.stride_tricks.sliding_window_view(answer, NGRAM_TOKENS)
         total += len(grams)
         repeated += len(grams) - len(np.unique(grams, axis=0))
     return repeated / total if total else 0.0

@@ -10,7 +10,6 @@ ends without an error, so the group remembers that it was aborted.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from example_trainer.weight_protocol.buckets import Bucket, transfer_checksum
 from example_trainer.weight_protocol.checksums import tensor_checksum
-from example_trainer.weight_protocol.transfer import make_gloo_group, make_store
+from example_trainer.weight_protocol.transfer import environment, make_gloo_group, make_store
 
 Backend = Literal["gloo", "nccl"]
 
@@ -224,19 +223,5 @@ def _make_group(rendezvous: Rendezvous, store: Any, timeout: timedelta) -> Any:
         return make_gloo_group(*place, host=rendezvous.address, timeout=timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout  # noqa: SLF001 - torch gives it no other name
-    with _environment(NCCL_SETTINGS):
+    with environment(NCCL_SETTINGS):
         return dist.ProcessGroupNCCL(*place, options)
-
-
-@contextlib.contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -1,20 +1,26 @@
 """The files of a checkpoint that servers load: their names, sizes and checksums, by which a copy is known to be whole.
 
 A server that finds the whole checkpoint under its path, on a disk that it shares with the trainer, reads it there; any
-other downloads the files from the trainer in ranges, and continues a file that broke off where it ended.
+other downloads the files from the trainer in ranges, and continues a file that broke off where it ended. `read_header`
+tells which tensors a safetensors file holds: it begins with eight bytes for the length of a JSON object that names each
+tensor's dtype, shape and place.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from blake3 import blake3
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-READ_BYTES = 1 << 22
+LENGTH_BYTES = 8
+LONGEST_HEADER_BYTES = 100 << 20
 
 
 def _is_plain(name: str) -> str:
@@ -68,8 +74,47 @@ def has_file(path: Path, file: CheckpointFile) -> bool:
 
 
 def digest_of(path: Path) -> str:
-    total = blake3()
     with path.open("rb") as content:
-        while piece := content.read(READ_BYTES):
-            total.update(piece)
-    return total.hexdigest()
+        return hashlib.file_digest(content, blake3).hexdigest()  # type: ignore[arg-type]  # `update` returns the digest
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a safetensors file: its type and shape, and the bytes from `begin` to `end` of the file."""
+
+    name: str
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    def read(self, count: int, *, offset: int = 0) -> bytes:
+        """Return the tensor's bytes from `offset` on: `count` of them, or all if there are fewer."""
+        with self.path.open("rb") as file:
+            file.seek(self.begin + offset)
+            return file.read(min(count, self.end - self.begin - offset))
+
+
+def read_header(path: Path) -> list[StoredTensor]:
+    """Return the tensors of a safetensors file without their data; raise `ValueError` with the reason if it is none."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if not 2 <= length <= LONGEST_HEADER_BYTES:
+            raise ValueError(f"its header would have {length} bytes")
+        content = file.read(length)
+    tensors = []
+    try:
+        for name, described in json.loads(content).items():
+            if name != "__metadata__":
+                begin, end = (LENGTH_BYTES + length + int(offset) for offset in described["data_offsets"])
+                tensors.append(StoredTensor(name, path, described["dtype"], tuple(described["shape"]), begin, end))
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"its header has another form ({type(error).__name__}: {error})") from error
+    return tensors
+
+
+def missing_bytes(path: Path, tensors: Iterable[StoredTensor]) -> tuple[int, int] | None:
+    """Return the present and the full size of a file that ends before its last tensor; None if it is whole."""
+    size, full = path.stat().st_size, max((tensor.end for tensor in tensors), default=0)
+    return (size, full) if size < full else None

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
@@ -77,18 +77,18 @@ _SLOW_SECONDS = 600.0  # a fence that waits for requests to finish, a probe on a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerInfo:
-    """The answer of `/bridge/info`."""
+    """The answer of `/bridge/info`; what a server does not say has its default here."""
 
-    model: str
-    boot_id: str
-    sharing: bool
-    policy_version: int | None
-    paused: bool
-    torn: bool
-    lora: bool
-    max_model_len: int
-    manifest_path: str | None
-    how_to_share: str | None
+    model: str = ""
+    boot_id: str = ""
+    sharing: bool = False
+    policy_version: int | None = None
+    paused: bool = False
+    torn: bool = False
+    lora: bool = False
+    max_model_len: int = 0
+    manifest_path: str | None = None
+    how_to_share: str | None = None
     publishing: bool = False
     """True while a publish has begun that has neither ended nor lapsed."""
     token_path: str | None = None
@@ -130,25 +130,8 @@ class ServerClient:
 
     def info(self, *, timeout_seconds: float = _QUICK_SECONDS) -> ServerInfo:
         answer = self._call("GET", "/bridge/info", timeout_seconds=timeout_seconds)
-        return ServerInfo(
-            model=str(answer.get("model", "")),
-            boot_id=str(answer.get("boot_id", "")),
-            sharing=bool(answer.get("sharing", False)),
-            policy_version=answer.get("policy_version"),
-            paused=bool(answer.get("paused", False)),
-            torn=bool(answer.get("torn", False)),
-            publishing=bool(answer.get("publishing", False)),
-            lora=bool(answer.get("lora", False)),
-            max_model_len=int(answer.get("max_model_len") or 0),
-            manifest_path=answer.get("manifest_path"),
-            how_to_share=answer.get("how_to_share"),
-            token_path=answer.get("token_path"),
-            base_digest=answer.get("base_digest"),
-            dtype=answer.get("dtype"),
-            head_dtype=answer.get("head_dtype"),
-            hostname=answer.get("hostname"),
-            workers=int(answer.get("workers") or 1),
-        )
+        known = {each.name: answer[each.name] for each in fields(ServerInfo) if answer.get(each.name) is not None}
+        return ServerInfo(**known)
 
     def use_token(self, token: str) -> None:
         """Send this bridge token from here on."""
@@ -229,9 +212,6 @@ class ServerClient:
             "source": None if source is None else source.model_dump(),
         }
         return self._call("POST", "/bridge/reload", body)
-
-    def pause(self, mode: str) -> None:
-        self._call("POST", "/bridge/pause", {"mode": mode}, timeout_seconds=_QUICK_SECONDS)
 
     def checksum(self) -> str:
         """Return the checksum over the shared tensors as the server reads them now."""
@@ -362,31 +342,24 @@ def _is_worth_repeating(
 
 
 def _refusal(url: str, path: str, response: httpx.Response) -> ServerRefused:
-    message = f"the vLLM server at {url} refused {path} ({response.status_code}): {_message_of(response)}"
+    kind, reason = _problem_of(response)
+    message = f"the vLLM server at {url} refused {path} ({response.status_code}): {reason}"
     after = response.headers.get("Retry-After", "")
     seconds = float(after) if after.isdigit() else None
-    return ServerRefused(message, response.status_code, kind=_kind(response), retry_after_seconds=seconds)
-
-
-def _kind(response: httpx.Response) -> str:
-    """Return the last part of a problem's type; empty if the answer is not one of this server's problem documents."""
-    try:
-        problem = response.json()
-    except ValueError:
-        return ""
-    return str(problem.get("type", "")).rpartition(":")[2] if isinstance(problem, dict) else ""
+    return ServerRefused(message, response.status_code, kind=kind, retry_after_seconds=seconds)
 
 
 def _reason(error: httpx.HTTPError) -> str:
     return str(error) or type(error).__name__
 
 
-def _message_of(response: httpx.Response) -> str:
-    """Return the detail of a problem document, or the beginning of any other answer."""
+def _problem_of(response: httpx.Response) -> tuple[str, str]:
+    """Return the last part of a problem's type, and its detail; of any other answer no type, and its beginning."""
     try:
         problem = response.json()
     except ValueError:
-        return response.text[:200].strip() or "no reason given"
-    if isinstance(problem, dict):
-        return str(problem.get("detail") or problem.get("title") or problem)[:500]
-    return str(problem)[:200]
+        return "", response.text[:200].strip() or "no reason given"
+    if not isinstance(problem, dict):
+        return "", str(problem)[:200]
+    detail = str(problem.get("detail") or problem.get("title") or problem)[:500]
+    return str(problem.get("type", "")).rpartition(":")[2], detail

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from atropos_api.common.files import write_private
+from atropos_api.common.files import read_json_object, write_private
 from example_trainer.errors import TrainerError
 from example_trainer.weight_protocol.shm_header import ParamMapping, Storage, TensorMap
 
@@ -71,11 +71,7 @@ def write_manifest(manifest: BridgeManifest, directory: Path) -> Path:
 def remove_manifest(directory: Path, boot_id: str) -> None:
     """Remove the manifest of a server that exits, but not that of a server started since."""
     path = directory / MANIFEST_NAME
-    try:
-        ours = json.loads(path.read_bytes()).get("boot_id") == boot_id
-    except (OSError, ValueError):
-        return
-    if ours:
+    if read_json_object(path).get("boot_id") == boot_id:
         path.unlink(missing_ok=True)
 
 

@@ -21,9 +21,9 @@ from example_trainer.weight_protocol.shm_header import SharedFile, SharedMemoryE
 _ALIGNMENT_BYTES = 64
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """The location of a tensor: elements `offset + sum(index * stride)` of the named storage."""
+@dataclass(frozen=True, slots=True)
+class StridedRegion:
+    """The location of a tensor: elements `offset + sum(index * stride)` of a storage. Equal regions are one memory."""
 
     storage: str
     offset: int
@@ -36,7 +36,7 @@ class Exported:
     """The result of an export: the storages to attach to and each tensor's place in them."""
 
     storages: list[Storage]
-    placements: dict[str, Placement]
+    placements: dict[str, StridedRegion]
 
 
 class SharedSegment(ABC):
@@ -70,7 +70,7 @@ class PosixSegment(SharedSegment):
         self._file = SharedFile.create(self._boot_id, "weights", total)
         shared = _map_file(self._file.path, total)
         # A tensor may appear under several names, so all places are computed before any tensor is moved.
-        placements = {name: _place(tensor, starts[_key(tensor)]) for name, tensor in tensors.items()}
+        placements = {name: _place(tensor, start_bytes=starts[_key(tensor)]) for name, tensor in tensors.items()}
         moves = {id(tensor): (tensor, placements[name]) for name, tensor in tensors.items()}
         for tensor, placement in moves.values():
             view = torch.empty(0, dtype=tensor.dtype).set_(shared, placement.offset, placement.shape, placement.stride)
@@ -105,18 +105,12 @@ class CudaSegment(SharedSegment):
         """Describe each storage; raise `SharedMemoryError` if the driver or torch's allocator cannot share it."""
         _refuse_expandable_segments()
         storages: dict[tuple[str, int], Storage] = {}
-        placements: dict[str, Placement] = {}
+        placements: dict[str, StridedRegion] = {}
         for name, tensor in tensors.items():
             if _key(tensor) not in storages:  # a storage's handle can be requested only once
                 storages[_key(tensor)] = _describe_cuda_storage(tensor, str(len(storages)))
                 self._devices.add(tensor.device)
-            storage = storages[_key(tensor)]
-            placements[name] = Placement(
-                storage=storage.id,
-                offset=int(tensor.storage_offset()),
-                shape=tuple(tensor.shape),
-                stride=tuple(tensor.stride()),
-            )
+            placements[name] = _place(tensor, storage=storages[_key(tensor)].id)
         return Exported(storages=list(storages.values()), placements=placements)
 
     def attach(self, handle: Mapping[str, Any]) -> torch.UntypedStorage:
@@ -172,9 +166,9 @@ def _lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[tuple[str, int],
     return starts, end
 
 
-def _place(tensor: torch.Tensor, start_bytes: int) -> Placement:
+def _place(tensor: torch.Tensor, *, storage: str = "0", start_bytes: int = 0) -> StridedRegion:
     offset = start_bytes // tensor.element_size() + int(tensor.storage_offset())
-    return Placement(storage="0", offset=offset, shape=tuple(tensor.shape), stride=tuple(tensor.stride()))
+    return StridedRegion(storage, offset, tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def _map_file(path: Path, nbytes: int) -> torch.UntypedStorage:

@@ -159,13 +159,23 @@ def default_group_near(host: str) -> Iterator[None]:
     """
     names = INTERFACE_VARIABLES if is_loopback(host) else (GLOO_INTERFACE,)
     wanted = dict.fromkeys(names, _interface_of("127.0.0.1" if is_loopback(host) else local_address(host)))
-    added = {name: value for name, value in wanted.items() if value and name not in os.environ}
-    os.environ.update(added)
+    with environment({name: value for name, value in wanted.items() if value and name not in os.environ}):
+        yield
+
+
+@contextlib.contextmanager
+def environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside the block, and restore their former values at its end."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         yield
     finally:
-        for name in added:
-            os.environ.pop(name, None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _listen(host: str, port: int) -> socket.socket | None:

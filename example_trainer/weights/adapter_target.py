@@ -50,19 +50,15 @@ class AdapterServer(Protocol):
 
         Raises `ServerRefused` if the old adapter stays served.
         """
-        ...
 
     def policy_name(self, version: int) -> str | None:
         """Return the model name to request for this version; None if the model's own name means the newest."""
-        ...
 
     def check(self, version: int, payload: AdapterPayload) -> None:
         """Raise `ProofFailed` unless the server computes with exactly these tensors."""
-        ...
 
     def restore(self, bad_version: int, good_version: int) -> bool:
         """Serve an older version again in place of a bad one; return True if that succeeded."""
-        ...
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]: ...
 

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -143,13 +144,11 @@ def _try_attach(server_url: str, manifest_flag: str, token: str | None) -> Attac
 
 def _refuse_unreachable(server_url: str) -> None:
     """Raise `CannotShare` if the server runs without sharing, or on another host: waiting is useless then."""
-    client = ServerClient(server_url)
     try:
-        info = client.info()
+        with closing(ServerClient(server_url)) as client:
+            info = client.info()
     except (ServerUnavailable, ServerRefused):
         return
-    finally:
-        client.close()
     if not info.sharing:
         remedy = info.how_to_share or "start it with --share-weights"
         raise CannotShare(f"the vLLM server at {server_url} does not share its weights: {remedy}")

@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from example_trainer.errors import PublishFailed, ServerRefused, ServerUnavailable
 from example_trainer.model import load_policy
@@ -23,17 +22,15 @@ from example_trainer.modeling.loading import policy_options, resolve_device
 from example_trainer.modeling.policy import Policy
 from example_trainer.options.training_options import TrainingOptions
 from example_trainer.weight_protocol.client import ServerClient, ServerInfo, check_host
-from example_trainer.weights.base import PublishReport, WeightBridge
+from example_trainer.weights.base import Cost, PublishReport, WeightBridge
 from example_trainer.weights.broadcast_exchange import (
     FAILURES,
     BroadcastExchange,
-    Cost,
     meeting_address,
     refuse_nccl,
     refuse_unreachable,
 )
 from example_trainer.weights.connection import check_server, connect_server, until_it_answers
-from example_trainer.weights.logprob_parity import Agreement, Difference, as_messages
 from example_trainer.weights.members import Member, MemberCalls
 from example_trainer.weights.publish_loop import ParityCheck, SyncBudget, publish_with_retries
 from example_trainer.weights.weight_source import WeightSource
@@ -150,18 +147,15 @@ class BroadcastBridge(WeightBridge):
 
     def _prove(self, member: Member, version: int) -> None:
         assert self._policy is not None
+        assert self._source is not None
         self._check.run(
             self._policy,
             member.client.generate,
             version=version,
             boot_id=member.info.boot_id,
             max_model_len=member.info.max_model_len,
-            compare_with=self._compare if self._policy.is_sharded else None,
+            compare_with=self._source.compare if self._policy.is_sharded else None,
         )
-
-    def _compare(self, samples: list[Any], limit: Difference | None) -> Agreement:
-        assert self._source is not None
-        return self._source.compare(as_messages(samples), limit)
 
 
 def _info(member: Member) -> ServerInfo:

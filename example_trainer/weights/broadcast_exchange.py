@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -35,9 +35,9 @@ from example_trainer.weight_protocol.broadcast_group import (
     Rendezvous,
     gpu_uuid,
 )
-from example_trainer.weight_protocol.client import Fence, ServerClient, ServerInfo
+from example_trainer.weight_protocol.client import ServerClient, ServerInfo
 from example_trainer.weight_protocol.transfer import is_loopback
-from example_trainer.weights.base import PublishReport
+from example_trainer.weights.base import Cost
 from example_trainer.weights.members import Member, MemberCalls, look
 from example_trainer.weights.publish_loop import OpenPublish
 from example_trainer.weights.weight_source import WeightSource
@@ -52,33 +52,6 @@ GIVEN_UP_LEASE_SECONDS = 20.0
 """Lease of a publish where servers are given up: one that is not told of its end resumes after this time."""
 
 _POLL_SECONDS = 0.01
-
-
-@dataclass(slots=True)
-class Cost:
-    """The cost of one publish's fences, on all servers together."""
-
-    fence_seconds: float = 0.0
-    loss_seconds: float = 0.0
-    expected_loss_seconds: float = 0.0
-    recomputed_tokens: int = 0
-    generated_tokens: int = 0
-    paused_requests: int = 0
-    server_count: int = 0
-
-    def add(self, other: Cost) -> None:
-        self.fence_seconds += other.fence_seconds
-        self.loss_seconds += other.loss_seconds
-        self.expected_loss_seconds += other.expected_loss_seconds
-        self.recomputed_tokens += other.recomputed_tokens
-        self.generated_tokens += other.generated_tokens
-        self.paused_requests += other.paused_requests
-        self.server_count += other.server_count
-
-    def report(self, version: int, seconds: float, servers: tuple[str, ...] | None = None) -> PublishReport:
-        """Return the report of a publish with this cost."""
-        costs = asdict(self) | {"server_count": max(1, self.server_count)}
-        return PublishReport(version=version, seconds=seconds, servers=servers, **costs)
 
 
 @dataclass(slots=True)
@@ -243,7 +216,7 @@ class BroadcastExchange:
             seconds = self.patience_seconds if self._gives_up else self._lease_seconds
             ended = self._call_each(members, lambda each: opened[each].end(version, within_seconds=seconds))
         for member, answer in zip(members, ended, strict=True):
-            _add(cost, member, opened[member].fence, answer)
+            cost.note(member, opened[member].fence, answer)
 
     def _note_failed(self, members: Sequence[Member], waiting: Sequence[Future[Any]]) -> list[BaseException]:
         """Return the errors with which calls have ended so far."""
@@ -277,17 +250,6 @@ def _leave_group(client: ServerClient) -> None:
         client.leave_broadcast()
     except (ServerRefused, ServerUnavailable) as error:
         logger.debug("%s", error)
-
-
-def _add(cost: Cost, member: Member, fence: Fence, ended: dict[str, Any]) -> None:
-    cost.fence_seconds = max(cost.fence_seconds, float(ended.get("fence_seconds", 0.0)))
-    cost.loss_seconds += float(ended.get("loss_seconds", 0.0))
-    cost.expected_loss_seconds += float(ended.get("expected_loss_seconds", 0.0))
-    cost.recomputed_tokens += int(ended.get("recomputed_tokens", 0))
-    cost.generated_tokens += max(0, fence.generated_tokens_total - member.generated_tokens_total)
-    cost.paused_requests += fence.paused_requests
-    cost.server_count += 1
-    member.generated_tokens_total = fence.generated_tokens_total
 
 
 def meeting_address(config: TrainingOptions, environ: Mapping[str, str]) -> tuple[str, int | None]:

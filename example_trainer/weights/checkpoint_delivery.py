@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from atropos_api.common.identity import host_in_url
 from example_trainer.errors import ServerUnavailable, TrainerError
 from example_trainer.modeling.loading import policy_options
 from example_trainer.options.training_options import TrainingOptions
@@ -28,7 +29,7 @@ from example_trainer.processes.ports import LOOPBACK
 from example_trainer.weight_protocol.checkpoint_files import CheckpointFile, CheckpointSource, describe
 from example_trainer.weight_protocol.client import ServerInfo
 from example_trainer.weights.base import PublishReport
-from example_trainer.weights.delivery import Delivered, Proof, refuse_other_weights, serves
+from example_trainer.weights.delivery import Delivered, Proof, WeightDelivery, refuse_other_weights, serves
 from example_trainer.weights.members import Member, MemberCalls, look
 from example_trainer.weights.served_model import whole_policy, write_served_checkpoint
 
@@ -42,7 +43,7 @@ SLOWEST_BYTES_PER_SECOND = 50e6
 STOP_SECONDS = 20.0
 
 
-class CheckpointDelivery:
+class CheckpointDelivery(WeightDelivery):
     """Implements `WeightDelivery` by checkpoints that running servers read."""
 
     def __init__(self, config: TrainingOptions, calls: MemberCalls) -> None:
@@ -96,9 +97,6 @@ class CheckpointDelivery:
         assert self._offered is not None
         return Proof(whole_policy(self._policy, self._options, self._directory(self._offered[0])))
 
-    def should_publish(self, steps_since_publish: int) -> bool:
-        return steps_since_publish > 0
-
     def note(self, report: PublishReport) -> None:
         """Do nothing: publishes are spaced by `--vllm-restart-interval`."""
 
@@ -140,8 +138,7 @@ class CheckpointServer:
         host = os.environ.get("MASTER_ADDR", LOOPBACK)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listening = socket.create_server((host, int(os.environ.get("MASTER_PORT", "0"))), family=family)
-        shown = f"[{host}]" if ":" in host else host
-        self._url = f"http://{shown}:{self._listening.getsockname()[1]}"
+        self._url = f"http://{host_in_url(host)}:{self._listening.getsockname()[1]}"
         app = Starlette(routes=[Route("/{name}", self._answer)])
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
         self._server = uvicorn.Server(config)

@@ -13,7 +13,7 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from example_trainer.errors import (
     CannotShare,
@@ -31,16 +31,15 @@ from example_trainer.weight_protocol.base_record import BASE_DIRECTORY
 from example_trainer.weight_protocol.client import ServerInfo
 from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import AtroposServer, adapter_name
-from example_trainer.weights.base import PublishReport
+from example_trainer.weights.base import Cost, PublishReport
 from example_trainer.weights.broadcast_exchange import (
     FAILURES,
     GIVEN_UP_LEASE_SECONDS,
     BroadcastExchange,
-    Cost,
     meeting_address,
     refuse_unreachable,
 )
-from example_trainer.weights.logprob_parity import Agreement, Compare, Difference, as_messages
+from example_trainer.weights.logprob_parity import Compare
 from example_trainer.weights.members import Member, MemberCalls, look
 from example_trainer.weights.publish_loop import ATTEMPTS, SyncBudget
 from example_trainer.weights.served_model import ServedBase, prepare_base
@@ -80,34 +79,31 @@ class WeightDelivery(Protocol):
 
     def attach(self, policy: Policy) -> None:
         """Take the policy whose weights are delivered from here on."""
-        ...
 
     def examine(self, info: ServerInfo, url: str) -> None:
         """Raise a `TrainerError` for a server that cannot take these weights."""
-        ...
 
     def deliver(self, members: Sequence[Member], version: int, *, limit_seconds: float) -> Delivered:
         """Have the weights as they are now served as `version`; no exchange waits longer than the limit."""
-        ...
 
     def check(self, member: Member, version: int) -> None:
         """Raise `ProofFailed` if the server says that it has other weights than were sent."""
-        ...
 
     def proof(self) -> Proof:
         """Return what the logprobs of a server are compared with, after a delivery."""
-        ...
 
-    def should_publish(self, steps_since_publish: int) -> bool: ...
+    def should_publish(self, steps_since_publish: int) -> bool:
+        """Return True if a publish is due after this many optimizer steps without one, by default after each."""
+        return steps_since_publish > 0
 
     def note(self, report: PublishReport) -> None:
         """Take the cost of a publish into account, if publishes are spaced by it."""
-        ...
 
-    def close(self, members: Sequence[Member]) -> None: ...
+    def close(self, members: Sequence[Member]) -> None:
+        """End what is kept between publishes."""
 
 
-class AdapterDelivery:
+class AdapterDelivery(WeightDelivery):
     """Implements `WeightDelivery` by adapters that are sent into the servers' memory while they decode."""
 
     def __init__(self, config: TrainingOptions, calls: MemberCalls) -> None:
@@ -154,9 +150,6 @@ class AdapterDelivery:
         assert self._policy is not None
         return Proof(self._policy)
 
-    def should_publish(self, steps_since_publish: int) -> bool:
-        return steps_since_publish > 0
-
     def note(self, report: PublishReport) -> None:
         """Do nothing: an adapter interrupts no request."""
 
@@ -196,7 +189,7 @@ class AdapterDelivery:
         return passed_on
 
 
-class BroadcastDelivery:
+class BroadcastDelivery(WeightDelivery):
     """Implements `WeightDelivery` by a broadcast of whole weights, for which the servers' fences close together."""
 
     def __init__(
@@ -209,12 +202,10 @@ class BroadcastDelivery:
         self._config = config
         self._calls = calls
         self._exchange = BroadcastExchange(config, calls, lease_seconds=GIVEN_UP_LEASE_SECONDS, gives_up=True)
-        budget = SyncBudget.from_config(config)
+        self._budget = SyncBudget.from_config(config)
         self._make_source = make_source
         self._policy: Policy | None = None
         self._source: WeightSource | None = None
-        self.should_publish = budget.allows
-        self.note = budget.note
 
     def attach(self, policy: Policy) -> None:
         self._policy, self._source = policy, self._make_source(policy)
@@ -258,14 +249,17 @@ class BroadcastDelivery:
 
     def proof(self) -> Proof:
         assert self._policy is not None
-        return Proof(self._policy, self._compare if self._policy.is_sharded else None)
+        assert self._source is not None
+        return Proof(self._policy, self._source.compare if self._policy.is_sharded else None)
+
+    def should_publish(self, steps_since_publish: int) -> bool:
+        return self._budget.allows(steps_since_publish)
+
+    def note(self, report: PublishReport) -> None:
+        self._budget.note(report)
 
     def close(self, members: Sequence[Member]) -> None:
         self._exchange.leave(members)
-
-    def _compare(self, samples: list[Any], limit: Difference | None) -> Agreement:
-        assert self._source is not None
-        return self._source.compare(as_messages(samples), limit)
 
     def _note_lost(self, members: Sequence[Member], failures: Counter[Member], delivered: Delivered) -> bool:
         """Note the members that do not answer after a failure, and those that have failed for the second time.

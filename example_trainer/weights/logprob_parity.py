@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,7 +45,7 @@ class Difference:
         return self.maximum <= limit.maximum and self.mean <= limit.mean
 
 
-Compare = Callable[[list["_Sample"], Difference | None], "Agreement"]
+Compare = Callable[[list["ProbeSample"], Difference | None], "Agreement"]
 """A function from a server's answers and a limit (None: determine it) to the outcome of the comparison."""
 
 TOLERANCES: Mapping[torch.dtype, Difference] = {
@@ -81,9 +81,8 @@ class Agreement:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """One prompt with the server's answer."""
+class ProbeSample(NamedTuple):
+    """One prompt with the tokens of the server's outputs and their logprobs; ranks send it to each other as a tuple."""
 
     prompt: list[int]
     outputs: list[list[int]]
@@ -152,23 +151,23 @@ def probe_prompts(vocabulary: int, max_model_len: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def compare(policy: Policy, samples: list[_Sample], limit: Difference | None = None) -> Agreement:
+def compare(policy: Policy, samples: list[ProbeSample], limit: Difference | None = None) -> Agreement:
     """Compare the server's logprobs with those of the trainer's forward.
 
     Both sides round, by amounts that grow with the model's logits. The amount is measured rather than
     assumed: it is the trainer's own distance from the same forward in the next wider precision.
     """
-    theirs = torch.cat([torch.tensor(logprobs) for sample in samples for logprobs in sample.logprobs])
     with policy.own_weights():
         ours = torch.cat([_logprobs(policy, sample, _by_own_head) for sample in samples])
-        return Agreement(
-            tokens=theirs.numel(),
-            difference=_difference(ours, theirs),
-            limit=limit or _limit(policy, samples, ours),
-        )
+        return _agreement(samples, ours, limit or _limit(policy, samples, ours))
 
 
-def _limit(policy: Policy, samples: list[_Sample], ours: torch.Tensor) -> Difference:
+def _agreement(samples: Sequence[ProbeSample], ours: torch.Tensor, limit: Difference) -> Agreement:
+    theirs = torch.cat([torch.tensor(logprobs) for sample in samples for logprobs in sample.logprobs])
+    return Agreement(tokens=theirs.numel(), difference=_difference(ours, theirs), limit=limit)
+
+
+def _limit(policy: Policy, samples: list[ProbeSample], ours: torch.Tensor) -> Difference:
     least = TOLERANCES[policy.dtype]
     with wider_precision(policy.module, _WIDER[policy.dtype]):
         exact = torch.cat([_logprobs(policy, sample, _by_module) for sample in samples])
@@ -234,7 +233,7 @@ def _request(prompt: list[int]) -> dict[str, Any]:
     }
 
 
-def _checked(prompt: list[int], answer: Mapping[str, Any], *, version: int, boot_id: str) -> _Sample:
+def _checked(prompt: list[int], answer: Mapping[str, Any], *, version: int, boot_id: str) -> ProbeSample:
     """Return the answer as a sample, after checking that this server sampled it under this version alone."""
     versions = {span[2] for spans in answer["policy_versions"] for span in spans}
     if versions != {version} or answer["boot_id"] != boot_id:
@@ -242,10 +241,10 @@ def _checked(prompt: list[int], answer: Mapping[str, Any], *, version: int, boot
             f"the server answered the probe from version {sorted(map(str, versions))} (boot {answer['boot_id']}), "
             f"version {version} (boot {boot_id}) was published; does another trainer publish to this server?"
         )
-    return _Sample(prompt, answer["token_ids"], answer["logprobs"])
+    return ProbeSample(prompt, answer["token_ids"], answer["logprobs"])
 
 
-def _logprobs(policy: Policy, sample: _Sample, score: Score) -> torch.Tensor:
+def _logprobs(policy: Policy, sample: ProbeSample, score: Score) -> torch.Tensor:
     """Return the trainer's logprobs of all tokens of a sample's outputs, one output after the other."""
     lengths = [len(output) for output in sample.outputs]
     width = len(sample.prompt) + max(lengths)
@@ -279,29 +278,15 @@ def _difference(first: torch.Tensor, second: torch.Tensor) -> Difference:
     return Difference(maximum=float(apart.max()), mean=float(apart.mean()))
 
 
-ProbeSample = tuple[list[int], list[list[int]], list[list[float]]]
-"""A prompt, the tokens of its outputs, and the server's logprobs of them, as ranks send them to each other."""
-
-
-def as_messages(samples: list[_Sample]) -> list[ProbeSample]:
-    """Return the samples in a form that can be sent to other ranks."""
-    return [(sample.prompt, sample.outputs, sample.logprobs) for sample in samples]
-
-
 @torch.no_grad()
-def compare_sharded(policy: Policy, messages: Sequence[ProbeSample], limit: Difference | None) -> Agreement:
+def compare_sharded(policy: Policy, samples: Sequence[ProbeSample], limit: Difference | None) -> Agreement:
     """Compare as `compare` does, with a policy that is sharded over ranks; all of them call this together.
 
     Sharded weights cannot be widened, so the rounding is not measured: the limit is a multiple of the tolerance of the
     served dtype.
     """
-    least = TOLERANCES[policy.dtype]
-    samples = [_Sample(*message) for message in messages]
+    samples = [ProbeSample(*sample) for sample in samples]  # from another rank they come as plain tuples
     ours = torch.cat([_logprobs(policy, sample, _by_own_head) for sample in samples])
-    theirs = torch.cat([torch.tensor(logprobs) for sample in samples for logprobs in sample.logprobs])
-    times = _TIMES_TOLERANCE
-    return Agreement(
-        tokens=theirs.numel(),
-        difference=_difference(ours, theirs),
-        limit=limit or Difference(maximum=times.maximum * least.maximum, mean=times.mean * least.mean),
-    )
+    least, times = TOLERANCES[policy.dtype], _TIMES_TOLERANCE
+    usual = Difference(maximum=times.maximum * least.maximum, mean=times.mean * least.mean)
+    return _agreement(samples, ours, limit or usual)

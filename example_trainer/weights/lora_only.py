@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -117,9 +118,6 @@ class LoraOnlyBridge(WeightBridge):
         if self._server is None:
             return 0
         return self._until_it_answers(self._server.identify).policy_version or 0
-
-    def should_publish(self, steps_since_publish: int) -> bool:
-        return steps_since_publish > 0
 
     def needs_publish(self) -> bool:
         if self._server is None or not self._has_published or self._publishing.locked():
@@ -291,9 +289,6 @@ class SeveralServersBridge(WeightBridge):
     def highest_version(self) -> int:
         return max(bridge.highest_version() for bridge in self._bridges)
 
-    def should_publish(self, steps_since_publish: int) -> bool:
-        return steps_since_publish > 0
-
     def needs_publish(self) -> bool:
         return any(bridge.needs_publish() for bridge in self._bridges)
 
@@ -304,8 +299,5 @@ class SeveralServersBridge(WeightBridge):
 
 def is_served(url: str) -> bool:
     """Return True if an inference server has this address, even one that is still loading."""
-    client = ServerClient(url)
-    try:
+    with closing(ServerClient(url)) as client:
         return client.is_there()
-    finally:
-        client.close()

@@ -19,8 +19,7 @@ from example_trainer.modeling.loading import policy_options
 from example_trainer.modeling.policy import Policy
 from example_trainer.options.training_options import TrainingOptions
 from example_trainer.weight_protocol.client import ServerInfo
-from example_trainer.weights.base import PublishReport, WeightBridge
-from example_trainer.weights.broadcast_exchange import Cost
+from example_trainer.weights.base import Cost, PublishReport, WeightBridge
 from example_trainer.weights.connection import check_server, named_token
 from example_trainer.weights.delivery import Proof, WeightDelivery
 from example_trainer.weights.members import Member, MemberCalls, RegisteredMembers, Registry

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from contextlib import closing
 from pathlib import Path
 
 from example_trainer.errors import PublishFailed, ServerExited, ServerRefused, ServerUnavailable, WaitTimedOut
@@ -174,17 +175,14 @@ class RestartBridge(WeightBridge):
         logger.warning("no server answered for %.1f s, as two of them do not fit here; %s", gap_seconds, way)
 
     def _reload(self, manager: VllmManager, directory: Path, version: int) -> tuple[ServerInfo, float]:
-        client = ServerClient(manager.url, manager.token)
-        try:
-            answer = client.reload(directory, version, drain_seconds=self._vllm.drain_seconds)
-        except ServerUnavailable:
-            if (info := client.info()).policy_version != version:
-                raise
-            return info, 0.0  # the answer was lost
-        else:
+        with closing(ServerClient(manager.url, manager.token)) as client:
+            try:
+                answer = client.reload(directory, version, drain_seconds=self._vllm.drain_seconds)
+            except ServerUnavailable:
+                if (info := client.info()).policy_version != version:
+                    raise
+                return info, 0.0  # the answer was lost
             return client.info(), float(answer["fence_seconds"])
-        finally:
-            client.close()
 
     def _prove_or_put_off(self, info: ServerInfo, version: int, directory: Path) -> None:
         """Run the parity check; if the server exits meanwhile (`needs_publish` notices), the next one is checked."""
@@ -199,8 +197,7 @@ class RestartBridge(WeightBridge):
     def _prove(self, info: ServerInfo, version: int, directory: Path) -> None:
         assert self._policy is not None
         assert self._manager is not None
-        client = ServerClient(self._manager.url, self._manager.token)
-        try:
+        with closing(ServerClient(self._manager.url, self._manager.token)) as client:
             self._check.run(
                 whole_policy(self._policy, self._options, directory),
                 client.generate,
@@ -208,8 +205,6 @@ class RestartBridge(WeightBridge):
                 boot_id=info.boot_id,
                 max_model_len=info.max_model_len,
             )
-        finally:
-            client.close()
 
     def _remove_all_but(self, kept: Path) -> None:
         """Remove the previously served directories and the partial ones that a killed trainer left."""

@@ -31,7 +31,7 @@ from example_trainer.modeling.policy import Policy
 from example_trainer.options.training_options import TrainingOptions
 from example_trainer.weight_protocol.shm_header import WriteRefused
 from example_trainer.weights.attachment import Attachment, attach
-from example_trainer.weights.base import PublishReport, WeightBridge
+from example_trainer.weights.base import Cost, PublishReport, WeightBridge
 from example_trainer.weights.connection import warn_of_rounding_head
 from example_trainer.weights.publish_loop import OpenPublish, ParityCheck, SyncBudget, is_lasting, publish_with_retries
 
@@ -185,7 +185,9 @@ class SharedVllmBridge(WeightBridge):
             opened, self._open = self._open or self._begin(), None
             with opened:
                 self._write(opened, version, written)
-                report = _report(opened, version, opened.end(version))
+                cost = Cost()
+                cost.note(opened.attachment, opened.fence, opened.end(version))
+                report = cost.report(version, time.monotonic() - opened.began)
         assert self._attached is not None
         self._verify(self._attached, version)
         return report
@@ -272,23 +274,6 @@ def _begin_write(attachment: Attachment, version: int) -> None:
         attachment.header.begin_write(version)
     except ValueError as error:
         raise PublishFailed(str(error)) from error
-
-
-def _report(opened: _AttachedPublish, version: int, ended: dict[str, Any]) -> PublishReport:
-    """Return the report of a publish; the costs come from the server's answer to its end."""
-    fence, attachment = opened.fence, opened.attachment
-    generated = max(0, fence.generated_tokens_total - attachment.generated_tokens_total)
-    attachment.generated_tokens_total = fence.generated_tokens_total
-    return PublishReport(
-        version=version,
-        seconds=time.monotonic() - opened.began,
-        fence_seconds=float(ended.get("fence_seconds", 0.0)),
-        loss_seconds=float(ended.get("loss_seconds", 0.0)),
-        expected_loss_seconds=float(ended.get("expected_loss_seconds", 0.0)),
-        recomputed_tokens=int(ended.get("recomputed_tokens", 0)),
-        generated_tokens=generated,
-        paused_requests=fence.paused_requests,
-    )
 
 
 def _device(attachment: Attachment, wanted: str) -> str:

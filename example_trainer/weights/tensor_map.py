@@ -19,20 +19,11 @@ import torch
 
 from example_trainer.errors import CannotShare
 from example_trainer.modeling.loading import checkpoint_names, merged_parameters
+from example_trainer.weight_protocol.segment import StridedRegion
 from example_trainer.weight_protocol.shm_header import Piece, TensorMap
 
 if TYPE_CHECKING:
     from example_trainer.weight_protocol.manifest import BridgeManifest
-
-
-@dataclass(frozen=True, slots=True)
-class StridedRegion:
-    """A strided region of one storage, in elements. Equal regions are the same memory."""
-
-    storage: str
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

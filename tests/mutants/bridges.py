@@ -121,8 +121,8 @@ BRIDGES: tuple[Mutant, ...] = (
     Mutant(
         "a server's word that its weights are torn is not heard",
         "example_trainer/weight_protocol/client.py",
-        'torn=bool(answer.get("torn", False))',
-        "torn=False",
+        "return ServerInfo(**known)",
+        "return ServerInfo(**known | {'torn': False})",
         f"{_PUBLISHED}r26_a_trainer_that_dies_mid_publish_leaves_torn_weights_that_a_whole_publish_mends",
     ),
     # Checks of what a server reports
@@ -221,7 +221,7 @@ BRIDGES: tuple[Mutant, ...] = (
     Mutant(
         "the next server's manifest goes with the old server",
         _MANIFEST,
-        "    if ours:\n",
+        '    if read_json_object(path).get("boot_id") == boot_id:\n',
         "    if True:\n",
         f"{_FOUND}a_server_removes_its_own_manifest_only",
     ),

@@ -26,6 +26,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from atropos_api.common.cross_site import foreign_page_header, host_name, is_address
+from atropos_api.common.identity import EVERYWHERE, host_in_url
 from environments.sdk.config import KEY_PREFIX, SessionSettings
 from environments.sdk.errors import (
     EnvironmentsError,
@@ -219,7 +220,6 @@ def result_of(task: asyncio.Task[Any]) -> Any:
     return task.result()
 
 
-WILDCARDS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - compared with, not bound to
 BACKLOG = 512
 KEEP_ALIVE_SECONDS = 300
 """Time that an idle connection is kept. Tools of agents take longer than the usual 5 seconds, and a client that sends
@@ -293,6 +293,4 @@ class Listener:
 
     def _name(self) -> str:
         host = self._settings.host
-        if host in WILDCARDS:
-            return socket.gethostname()
-        return f"[{host}]" if ":" in host else host
+        return socket.gethostname() if host in EVERYWHERE else host_in_url(host)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from example_trainer.commands.doctor.findings import Finding, error, warning
-from example_trainer.commands.doctor.model_files import EMBEDDING, ModelFiles, StoredTensor
+from example_trainer.commands.doctor.model_files import EMBEDDING, ModelFiles
 from example_trainer.commands.doctor.requested_run import RequestedRun, not_here
 from example_trainer.errors import BadLayerFilter, CannotServe, ModelNotFound
 from example_trainer.launcher.base_model import require_model
@@ -19,6 +19,7 @@ from example_trainer.options.layer_indices import parse_layer_indices
 from example_trainer.options.model import LOGIT_CHANGES
 from example_trainer.processes.gpus import serves_from_gpu
 from example_trainer.serving.startup import check_adapters, check_publishable, check_shareable, check_sharing
+from example_trainer.weight_protocol.checkpoint_files import StoredTensor
 
 COMPARED_BYTES = 1 << 20
 """Bytes of head and embedding that are compared; two matrices that agree so far are taken as equal."""
@@ -255,4 +256,4 @@ def check_head(requested: RequestedRun) -> Iterator[Finding]:
 
 
 def _agree(left: StoredTensor, right: StoredTensor) -> bool:
-    return left.shape == right.shape and left.first_bytes(COMPARED_BYTES) == right.first_bytes(COMPARED_BYTES)
+    return left.shape == right.shape and left.read(COMPARED_BYTES) == right.read(COMPARED_BYTES)

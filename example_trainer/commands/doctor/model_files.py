@@ -1,7 +1,6 @@
 """The files of a model as a check reads them: configurations, tokenizer, and the shapes of the stored tensors.
 
-Only the headers of weight files are read: a safetensors file begins with eight bytes for the length of a JSON object
-that names each tensor's dtype, shape and place.
+Only the headers of weight files are read.
 """
 
 from __future__ import annotations
@@ -14,32 +13,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from example_trainer.weight_protocol.checkpoint_files import StoredTensor, missing_bytes, read_header
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-LENGTH_BYTES = 8
-LONGEST_HEADER_BYTES = 100 << 20
 INDEX_NAME = "model.safetensors.index.json"
 OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|embed_in)\.weight$")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of a safetensors file: its shape, and the bytes from `begin` to `end` of the file."""
-
-    path: Path
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    def first_bytes(self, count: int) -> bytes:
-        """Return the tensor's first `count` bytes, or all if it has fewer."""
-        with self.path.open("rb") as file:
-            file.seek(self.begin)
-            return file.read(min(count, self.end - self.begin))
 
 
 @dataclass
@@ -129,9 +112,16 @@ class ModelFiles:
         found: dict[str, StoredTensor] = {}
         for path in filter(Path.is_file, self.weight_files):
             try:
-                found |= _read_header(path)
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                self.faults.append(f"{path.name}: {error.strerror if isinstance(error, OSError) else error}")
+                stored = read_header(path)
+            except (OSError, ValueError) as error:
+                cause = error.strerror if isinstance(error, OSError) else f"not a safetensors file: {error}"
+                self.faults.append(f"{path.name}: {cause}")
+                continue
+            if missing := missing_bytes(path, stored):
+                sizes = f"{missing[0]} of {missing[1]}"
+                self.faults.append(f"{path.name}: it has {sizes} bytes, so a copy or download has not finished")
+                continue
+            found |= {tensor.name: tensor for tensor in stored}
         return found
 
     @property
@@ -151,24 +141,6 @@ class ModelFiles:
             self.faults.append(f"{name}: {error}")
             return {}
         return content if isinstance(content, Mapping) else {}
-
-
-def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file; raise if it is not one or ends before its last tensor."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if not 2 <= length <= LONGEST_HEADER_BYTES:
-            raise ValueError("not a safetensors file")
-        header = json.loads(file.read(length))
-    start, tensors = LENGTH_BYTES + length, {}
-    for name, described in header.items():
-        if name != "__metadata__":
-            begin, end = described["data_offsets"]
-            tensors[name] = StoredTensor(path, tuple(described["shape"]), start + begin, start + end)
-    expected = max((tensor.end for tensor in tensors.values()), default=start)
-    if (size := path.stat().st_size) < expected:
-        raise ValueError(f"it has {size} of {expected} bytes, so a copy or download has not finished")
-    return tensors
 
 
 def token_ids(value: object) -> frozenset[int]:

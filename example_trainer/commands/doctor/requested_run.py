@@ -28,6 +28,7 @@ from example_trainer.launcher.plan import VLLM, Plan, make_plan
 from example_trainer.launcher.run_dir import RunDir, as_plain_data, plan_run_dir
 from example_trainer.launcher.run_file import RunConfig, RunSettings, read_settings
 from example_trainer.launcher.teacher import TEACHER, TEACHER_SERVER, own_teacher
+from example_trainer.memory.shapes import CONFIG_FILE, find_file
 from example_trainer.processes.gpus import count_gpus
 from example_trainer.processes.ports import LOOPBACK
 from example_trainer.serving.config import ServerConfig, read_config
@@ -152,13 +153,13 @@ def _find_model(name: str, found: list[Finding], setting: str = "model_name") ->
         return name, None
     if Path(model).is_dir():
         return model, ModelFiles(Path(model))
-    folder = _cached_folder(model)
-    if folder is None:
+    cached = find_file(model, CONFIG_FILE)
+    if cached is None:
         found.append(not_here(name, "not on this machine, so its files are not examined", setting))
         return model, None
-    files = ModelFiles(folder, hub_name=model)
+    files = ModelFiles(cached.parent, hub_name=model)
     # Environments then render its chat template as well, which they do for a directory only.
-    return str(folder) if files.has_tokenizer else model, files
+    return str(files.folder) if files.has_tokenizer else model, files
 
 
 def not_here(name: str, what: str, setting: str = "model_name") -> Finding:
@@ -167,18 +168,6 @@ def not_here(name: str, what: str, setting: str = "model_name") -> Finding:
     report = error if offline else warning
     more = ", and HF_HUB_OFFLINE forbids downloading it" if offline else "; the run would download it first"
     return report("model", f"{setting} {name}: {what}{more}", f"hf download {name}")
-
-
-def _cached_folder(name: str) -> Path | None:
-    """Return the newest snapshot of a Hugging Face id in the local cache, if there is one."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        path = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        return None
-    return Path(path).parent if isinstance(path, str) else None
 
 
 def _usable_environments(settings: RunSettings, found: list[Finding]) -> list[EnvironmentSettings]:

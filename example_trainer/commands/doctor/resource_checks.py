@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 
 from example_trainer.commands.doctor.findings import Finding, error, warning
 from example_trainer.commands.doctor.requested_run import RequestedRun
@@ -199,15 +198,15 @@ def checkpoint_bytes(shape: ModelShape, config: TrainingOptions) -> float:
     return trained * (master + states) + frozen * served_bytes(shape, config)
 
 
-def check_shared_memory(requested: RequestedRun, shared_memory: Path = SHARED_MEMORY) -> Iterator[Finding]:
+def check_shared_memory(requested: RequestedRun) -> Iterator[Finding]:
     """Check that the weights that trainer and server share fit into /dev/shm, which holds them if there is no GPU."""
     if not requested.config.shares_memory or requested.on_gpu or requested.model is None:
         return
     shape = local_shape(str(requested.model.folder))
     needed = 0 if shape is None else shape.parameters * served_bytes(shape, requested.config)
-    free = shutil.disk_usage(shared_memory).free if shared_memory.is_dir() else 0
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     if needed > free:
-        text = f"the shared weights need {needed / GB:.2f} GB of {shared_memory}, which has {free / GB:.2f} GB free"
+        text = f"the shared weights need {needed / GB:.2f} GB of {SHARED_MEMORY}, which has {free / GB:.2f} GB free"
         advice = "give a container --shm-size, remove old files there, or use weight_bridge_mode lora_only"
         yield error("shared memory", text, advice)
 

@@ -7,6 +7,7 @@ and none is carried out. The records give the place of each element of a checkpo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,7 +84,7 @@ def _check_coverage(trace: Trace, name: str, tensor: torch.Tensor) -> None:
     if not copies:
         trace.unmapped[name] = "the model does not load it, or changes its values while loading"
         return
-    copied = sum(_count(copy.shape) for copy in copies)
+    copied = sum(math.prod(copy.shape) for copy in copies)
     if copied != tensor.numel() or any(copy.shape != copy.source_shape for copy in copies):
         trace.unmapped[name] = f"{copied} of its {tensor.numel()} elements are loaded one to one"
         del trace.copies[name]
@@ -131,10 +132,3 @@ def _note(target: torch.Tensor, source: torch.Tensor) -> Copy:
 
 def _storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  storages without data have no other identity
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for length in shape:
-        total *= length
-    return total

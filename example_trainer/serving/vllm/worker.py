@@ -23,7 +23,7 @@ from example_trainer.serving.vllm.adapter_worker import AdapterWorker
 from example_trainer.serving.vllm.broadcast_worker import BroadcastWorker
 from example_trainer.serving.vllm.load_tracing import Copy, Trace, trace_load_weights
 from example_trainer.weight_protocol.checksums import combined_checksum, tensor_checksum
-from example_trainer.weight_protocol.segment import Exported, Placement, SharedSegment, make_segment
+from example_trainer.weight_protocol.segment import Exported, SharedSegment, StridedRegion, make_segment
 from example_trainer.weight_protocol.shm_header import ParamMapping, Piece, SegmentHeader, SharedFile, TensorMap
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ def _describe_tensors(
     trace: Trace, shared: dict[str, torch.Tensor], before: dict[str, tuple[int, int]], exported: Exported
 ) -> dict[str, Any]:
     """Return each traced copy, moved from its traced address to its place in the exported storages."""
-    bases: dict[int, tuple[Placement, int, torch.dtype]] = {}
+    bases: dict[int, tuple[StridedRegion, int, torch.dtype]] = {}
     for name, (storage, offset) in before.items():
         bases.setdefault(storage, (exported.placements[name], offset, shared[name].dtype))
     described: dict[str, Any] = {}
@@ -161,7 +161,7 @@ def _describe_tensors(
     return described
 
 
-def _describe_piece(copy: Copy, base: Placement, base_offset: int) -> Piece:
+def _describe_piece(copy: Copy, base: StridedRegion, base_offset: int) -> Piece:
     return Piece(
         storage=base.storage,
         offset=base.offset + copy.target_offset - base_offset,

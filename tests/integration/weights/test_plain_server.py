@@ -25,7 +25,7 @@ from environments.sdk.runtime.broker_session import BrokerConnection
 from environments.sdk.server_manager import ServerManager
 from example_trainer.api import BrokerSession
 from example_trainer.processes.ports import free_port
-from example_trainer.weights.logprob_parity import _Sample, compare
+from example_trainer.weights.logprob_parity import ProbeSample, compare
 from example_trainer.weights.lora_only import LoraOnlyBridge
 from example_trainer.weights.testing import config_of
 
@@ -127,7 +127,7 @@ async def test_r23_environments_sample_from_each_new_adapter_under_the_name_that
                     (0, len(sample.tokens), version) for sample in samples
                 }
                 for sample in samples:
-                    agreement = compare(bridge._policy, [_Sample(PROMPT, [sample.tokens], [sample.logprobs])])
+                    agreement = compare(bridge._policy, [ProbeSample(PROMPT, [sample.tokens], [sample.logprobs])])
                     assert agreement.difference.within(agreement.limit), agreement
             group.cancel_scope.cancel()
         await servers.aclose()

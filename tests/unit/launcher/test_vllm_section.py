@@ -12,6 +12,7 @@ import pytest
 from atropos_api.common.cliconfig import ConfigError
 from example_trainer import cli
 from example_trainer.config import TrainingConfig
+from example_trainer.launcher.endpoints import Endpoints
 from example_trainer.launcher.launch import plan_launch
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.testing import make_tiny_model
@@ -96,6 +97,13 @@ def test_a_misspelt_option_of_vllm_is_refused_before_anything_starts(mode: str, 
     settings = read_settings(["--model-name", "m", "--weight-bridge-mode", mode, *OWN_ENVIRONMENT, *flags])
     with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
         plan_launch(settings)
+
+
+def test_an_ipv6_address_of_a_server_has_brackets_in_its_url() -> None:
+    told, url = TrainingConfig(model_name="m", vllm_host="::1", vllm_port=9009), "http://[::1]:9009"
+    assert (told.vllm_url, told.server_urls) == (url, (url,))
+    started = Endpoints(broker_url="http://127.0.0.1:1", broker_port=1, vllm_ports=(9009,), server_host="::1")
+    assert started.vllm_urls == (url,)
 
 
 def test_lora_only_uses_a_server_on_another_machine_and_starts_none(tmp_path: Path) -> None:

@@ -7,8 +7,15 @@ import pytest
 from atropos_api.common.cliconfig import ConfigError, load_config
 from example_trainer.config import TrainingConfig
 from example_trainer.options import vllm_settings
-from example_trainer.options.server import as_arguments, with_vllm_section
-from example_trainer.options.vllm_settings import DECIDED, SERVERS_OWN, TRAINER_FIELDS, refuse_unknown, vllm_options
+from example_trainer.options.server import with_vllm_section
+from example_trainer.options.vllm_settings import (
+    DECIDED,
+    SERVERS_OWN,
+    TRAINER_FIELDS,
+    as_arguments,
+    refuse_unknown,
+    vllm_options,
+)
 from example_trainer.serving.config import ServerConfig
 
 

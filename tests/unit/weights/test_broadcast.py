@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused
 from example_trainer.weight_protocol.broadcast_group import BroadcastGroup
 from example_trainer.weight_protocol.client import Fence, ServerClient
+from example_trainer.weights.base import Cost
 from example_trainer.weights.broadcast import BroadcastBridge
-from example_trainer.weights.broadcast_exchange import Cost, meeting_address, refuse_nccl, refuse_shared_gpu
+from example_trainer.weights.broadcast_exchange import meeting_address, refuse_nccl, refuse_shared_gpu
 from example_trainer.weights.members import Member
 from example_trainer.weights.testing import config_of
 

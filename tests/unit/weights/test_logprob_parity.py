@@ -14,9 +14,8 @@ from example_trainer.weights import logprob_parity
 from example_trainer.weights.logprob_parity import (
     TOLERANCES,
     Difference,
+    ProbeSample,
     _checked,
-    _Sample,
-    as_messages,
     compare,
     compare_sharded,
     probe_prompts,
@@ -49,7 +48,7 @@ def sampled_by(policy, *, noise=0.0, rounding=False):
             logits = logits_of(policy.module, tokens, rounding=rounding)[:, len(prompt) - 1 : -1]
         logits += noise * torch.randn_like(logits)
         logprobs = logits.log_softmax(-1).gather(-1, outputs[..., None]).squeeze(-1)
-        samples.append(_Sample(prompt, outputs.tolist(), logprobs.tolist()))
+        samples.append(ProbeSample(prompt, outputs.tolist(), logprobs.tolist()))
     return samples
 
 
@@ -110,8 +109,7 @@ def test_bf16_is_allowed_what_bf16_rounds_and_not_more(tiny_family):
 def test_bf16_that_is_sharded_over_ranks_is_allowed_what_the_demos_base_rounds(tiny_family, noise, fits):
     """Its rounding is not measured: a difference of 0.27 and 8.9e-3 in the mean was seen between right weights."""
     policy = policy_of(tiny_family("llama"), "bfloat16")
-    messages = as_messages(sampled_by(policy, noise=noise))
-    agreement = compare_sharded(policy, messages, None)
+    agreement = compare_sharded(policy, sampled_by(policy, noise=noise), None)
     assert agreement.difference.within(agreement.limit) is fits
     assert Difference(0.27, 8.9e-3).within(agreement.limit)
 

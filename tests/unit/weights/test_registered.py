@@ -10,7 +10,7 @@ import torch
 from atropos_api.client import BrokerUnreachable
 from example_trainer.errors import CannotSwap, ProofFailed, PublishFailed, ServerUnavailable
 from example_trainer.weights import registered
-from example_trainer.weights.broadcast_exchange import Cost
+from example_trainer.weights.base import Cost
 from example_trainer.weights.delivery import Delivered, Proof
 from example_trainer.weights.members import Member, MemberCalls
 from example_trainer.weights.registered import (
