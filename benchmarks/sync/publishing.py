@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4, help="windows of each kind")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a window")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LEAST_RATIO), help="tokens of an output")
-    parser.add_argument("--in-flight", default="drain", help="what becomes of running requests, as for the trainer")
+    parser.add_argument("--in-flight", default="auto", help="what becomes of running requests, as for the trainer")
     parser.add_argument("--sync-budget", type=float, default=0.2, help="share of recomputed tokens, as for the trainer")
     asked = parser.parse_args()
     logging.getLogger().setLevel(logging.ERROR)

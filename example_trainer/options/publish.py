@@ -120,7 +120,7 @@ class PublishOptions(BaseModel):
         DRAIN_SECONDS, ge=0.0, description="Most seconds that running requests get to end under the old weights."
     )
     in_flight: InFlight = Field(
-        "drain",
+        "auto",
         description="Running requests in a publish: drain lets them end for --drain-seconds and pauses the rest, "
         "recompute pauses all at once, auto drains for that part of --drain-seconds after which the least generation "
         "is lost, finish waits for all to end. The KV entries of paused requests are computed again; keep_kv pauses "

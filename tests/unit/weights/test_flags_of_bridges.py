@@ -67,7 +67,8 @@ def test_a_smaller_sync_budget_publishes_less_often(tiny_family, tmp_path):
     with served_fake(model, tmp_path / "manifest") as fake:
         allowed = {}
         for budget in (0.5, 0.05):
-            bridge = bridge_to(fake, model, tmp_path, sync_budget=budget, forward_weights="masters")
+            options = {"sync_budget": budget, "forward_weights": "masters", "in_flight": "drain"}
+            bridge = bridge_to(fake, model, tmp_path, **options)
             bridge._budget.note(
                 PublishReport(version=1, seconds=0.1, recomputed_tokens=100, generated_tokens=1000, paused_requests=1)
             )
