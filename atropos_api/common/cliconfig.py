@@ -234,9 +234,9 @@ def _collect(
     shown = [_with_default(option, defaults) for option in options]
     parsed, rest = _build_parser(shown, prog=prog, description=description).parse_known_args(list(argv))
     conceal_arguments(flag for option in options if option.secret for flag in option.flags)
-    values: dict[str, Any] = _merge({}, defaults)
+    values: dict[str, Any] = merge({}, defaults)
     for path in parsed.config:
-        values = _merge(values, read_config_file(model, path, section=section, adapt=adapt))
+        values = merge(values, read_config_file(model, path, section=section, adapt=adapt))
     for option in options:
         given = getattr(parsed, option.path, None)
         if given is not None:
@@ -326,11 +326,12 @@ def _names_of_fields(model: type[BaseModel]) -> dict[str, str]:
     return names
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` overridden by `over`; nested mappings are merged key by key."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
-        merged[key] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return merged
 
 

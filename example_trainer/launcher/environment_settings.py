@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.cliconfig import ConfigError, merge
 from atropos_api.common.identity import server_stem
 from environments.commands import environment_names
 from example_trainer.errors import TrainerError
@@ -39,15 +39,6 @@ class EnvironmentSettings:
     """The settings of its teacher, or a list of them; None: it has none."""
     written_for: str | None = None
     """The server in the file, if a flag names another one: that one then ignores settings that it does not have."""
-
-
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` overridden by `over`; nested mappings are merged key by key."""
-    merged = dict(base)
-    for key, value in over.items():
-        below = merged.get(key)
-        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
-    return merged
 
 
 def read_environments(

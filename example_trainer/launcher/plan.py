@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos_api.common import wandb_run
+from atropos_api.common.cliconfig import merge
 from atropos_api.common.secrets import redact
 from example_trainer.launcher.endpoints import (
     Endpoints,
@@ -24,7 +25,7 @@ from example_trainer.launcher.endpoints import (
     servers_on_one_gpu,
     token_variables,
 )
-from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, program_of, with_secrets
+from example_trainer.launcher.environment_settings import EnvironmentSettings, program_of, with_secrets
 from example_trainer.launcher.fleet_plan import AddedServer, server_id
 from example_trainer.launcher.run_dir import RunDir, as_plain_data
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings
@@ -49,12 +50,12 @@ from example_trainer.processes.gpus import gpu_names
 from example_trainer.processes.ports import LOOPBACK
 from example_trainer.processes.tree import python_path
 from example_trainer.weight_protocol.base_record import BASE_DIRECTORY
+from example_trainer.weight_protocol.manifest import MANIFEST_NAME
 
 BROKER, VLLM, TRAINER, FINAL_SERVER = "broker", "vllm", "trainer", "vllm-final"
 
 LATEST_CHECKPOINT = "latest"
 SERVED_DTYPE_NAMES = ("float32", "bfloat16", "float16")
-MANIFEST_NAME = "vllm_bridge_config.json"
 MANY_CORES = 8
 
 _AS_TEACHER = {"weight_bridge_mode": "none", "vllm_tensor_parallel_size": 1, "vllm_quantization": None}
@@ -367,9 +368,8 @@ class _Builder:
         """Return the size of a server's cache if its GPU is not its own, unless the server's own settings decide."""
         if not MEMORY_SETTINGS.isdisjoint(given):
             return {}
-        beside_server = servers_on_one_gpu(self.settings.trainer) > 1 or (
-            self.teacher is not None and self.teacher.gpu is None
-        )
+        beside_teacher = self.teacher is not None and self.teacher.gpu is None
+        beside_server = beside_teacher or servers_on_one_gpu(self.settings.trainer) > 1
         found = cache_on_shared_gpu(config, share=share, beside_server=beside_server)
         return {} if found is None else {"kv_cache_memory_bytes": found}
 

@@ -17,10 +17,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from atropos_api.common.cliconfig import ConfigError, check_keys, load_config, nearest, read_config_file
+from atropos_api.common.cliconfig import ConfigError, check_keys, load_config, merge, nearest, read_config_file
 from atropos_api.common.option_flags import aliases, named_in
 from example_trainer.config import TrainingConfig, settings_from
-from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, read_environments
+from example_trainer.launcher.environment_settings import EnvironmentSettings, read_environments
 from example_trainer.launcher.placement.settings import (
     DEFAULT_TIMEOUT_SECONDS,
     PlacementKind,

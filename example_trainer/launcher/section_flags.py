@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from atropos_api.common.cliconfig import ConfigError, nearest
+from atropos_api.common.cliconfig import ConfigError, merge, nearest
 from atropos_api.common.secrets import redact_arguments
-from example_trainer.launcher.environment_settings import merge
 from example_trainer.launcher.teacher import TEACHER, TEACHER_SERVER
 
 PREFIXED_SECTIONS = ("api", "vllm", "env", "openai", TEACHER)

@@ -21,11 +21,10 @@ from typing import Any
 
 import pytest
 
-from atropos_api.common.cliconfig import ConfigError, load_config
+from atropos_api.common.cliconfig import ConfigError, load_config, merge
 from atropos_api.common.option_flags import flag
 from example_trainer.config import TrainingConfig
 from example_trainer.launcher.endpoints import settle_endpoints
-from example_trainer.launcher.environment_settings import merge
 from example_trainer.launcher.plan import make_plan
 from example_trainer.launcher.run_dir import plan_run_dir
 from example_trainer.launcher.run_file import read_settings
