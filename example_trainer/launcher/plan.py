@@ -50,12 +50,12 @@ from example_trainer.processes.gpus import gpu_names
 from example_trainer.processes.ports import LOOPBACK
 from example_trainer.processes.tree import python_path
 from example_trainer.weight_protocol.base_record import BASE_DIRECTORY
+from example_trainer.weight_protocol.manifest import MANIFEST_NAME
 
 BROKER, VLLM, TRAINER, FINAL_SERVER = "broker", "vllm", "trainer", "vllm-final"
 
 LATEST_CHECKPOINT = "latest"
 SERVED_DTYPE_NAMES = ("float32", "bfloat16", "float16")
-MANIFEST_NAME = "vllm_bridge_config.json"
 MANY_CORES = 8
 
 _AS_TEACHER = {"weight_bridge_mode": "none", "vllm_tensor_parallel_size": 1, "vllm_quantization": None}
@@ -368,9 +368,8 @@ class _Builder:
         """Return the size of a server's cache if its GPU is not its own, unless the server's own settings decide."""
         if not MEMORY_SETTINGS.isdisjoint(given):
             return {}
-        beside_server = servers_on_one_gpu(self.settings.trainer) > 1 or (
-            self.teacher is not None and self.teacher.gpu is None
-        )
+        beside_teacher = self.teacher is not None and self.teacher.gpu is None
+        beside_server = beside_teacher or servers_on_one_gpu(self.settings.trainer) > 1
         found = cache_on_shared_gpu(config, share=share, beside_server=beside_server)
         return {} if found is None else {"kv_cache_memory_bytes": found}
 

@@ -15,6 +15,8 @@ CONFIG_FILE = "config.json"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 ADAPTED_BY_DEFAULT = ("q_proj", "v_proj")
+ADAPTER_PRESETS = ("all-linear", "attention", "mlp")
+"""Target sets by role, for any model family's module names; each covers only modules inside the blocks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

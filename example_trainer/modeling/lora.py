@@ -21,15 +21,13 @@ import torch
 from torch import nn
 
 from example_trainer.errors import AdapterUnavailable
+from example_trainer.memory.shapes import ADAPTED_BY_DEFAULT, ADAPTER_PRESETS
 from example_trainer.modeling.layer_filter import block_index, block_list_name, chosen_blocks
 
 if TYPE_CHECKING:
     from example_trainer.options.training_options import TrainingOptions
 
 ADAPTER_NAME = "default"
-DEFAULT_TARGETS = ("q_proj", "v_proj")
-PRESETS = ("all-linear", "attention", "mlp")
-"""Target sets by role, for any model family's module names; each covers only modules inside the blocks."""
 
 LAYER_FLAG = "--lora-layer-indices"
 _PREFIX = "base_model.model."
@@ -45,7 +43,7 @@ class AdapterOptions:
     r: int = 16
     alpha: float = 32
     dropout: float = 0.0
-    target_modules: tuple[str, ...] = DEFAULT_TARGETS
+    target_modules: tuple[str, ...] = ADAPTED_BY_DEFAULT
     """Module names (`q_proj`), path endings (`attn.c_proj`), or presets."""
     layer_indices: str | None = None
     quantise: Literal["nf4"] | None = None
@@ -60,7 +58,7 @@ def adapter_options(config: TrainingOptions) -> AdapterOptions | None:
         r=config.lora_r,
         alpha=config.lora_alpha,
         dropout=config.lora_dropout,
-        target_modules=tuple(config.lora_target_modules or DEFAULT_TARGETS),
+        target_modules=tuple(config.lora_target_modules or ADAPTED_BY_DEFAULT),
         layer_indices=config.lora_layer_indices,
         quantise="nf4" if config.load_in_4bit else None,
     )
@@ -158,7 +156,7 @@ def resolve_targets(wanted: Sequence[str], linear: Sequence[str]) -> list[str]:
     """Return the path endings of the model's linear modules that `wanted` (names, endings, presets) selects."""
     endings: set[str] = set()
     for target in wanted:
-        if target in PRESETS:
+        if target in ADAPTER_PRESETS:
             found = {path for path in linear if _has_role(path, target)}
             endings |= {_shortest_ending(path, found, linear) for path in found}
         else:
@@ -168,7 +166,7 @@ def resolve_targets(wanted: Sequence[str], linear: Sequence[str]) -> list[str]:
             names = ", ".join(sorted({path.rpartition(".")[2] for path in linear}))
             raise AdapterUnavailable(
                 f"--lora-target-modules {target}: this model has no such linear module; it has {names}, and the "
-                f"presets are {', '.join(PRESETS)}; experts that a layer keeps in one tensor take no adapter"
+                f"presets are {', '.join(ADAPTER_PRESETS)}; experts that a layer keeps in one tensor take no adapter"
             )
     return sorted(endings)
 

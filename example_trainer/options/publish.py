@@ -16,8 +16,6 @@ from atropos_api.common.secrets import SECRET
 from example_trainer.options.modes import MODES, BridgeMode, Mode
 from example_trainer.options.vllm_settings import checked_settings
 
-THIS_HOST = frozenset({"127.0.0.1", "localhost", "::1"})
-"""Values of `--vllm-host` under which the inference server is on this host."""
 InFlight = Literal["auto", "drain", "recompute", "finish", "keep_kv"]
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks for which vLLM has buffers."""

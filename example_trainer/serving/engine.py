@@ -16,12 +16,12 @@ import itertools
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from example_trainer.errors import CannotServe, WorkerFailed
 from example_trainer.serving.drain import Running
 
-_INSTALLED = "atropos_installed"
 _INCOMPLETE = "�"
 _LOOK_BACK = 8
 """Number of last tokens decoded to see if the prompt ends in a complete character."""
@@ -30,13 +30,11 @@ _LONGEST_CHARACTER = 4
 """Bytes of the longest UTF-8 character; each byte may be a token of its own."""
 
 
+@cache
 def install() -> None:
     """Wrap vLLM's decoding of outputs, once per process."""
     from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
-    if hasattr(FastIncrementalDetokenizer, _INSTALLED):
-        return
-    setattr(FastIncrementalDetokenizer, _INSTALLED, True)
     FastIncrementalDetokenizer.__init__ = _from_complete_characters(FastIncrementalDetokenizer.__init__)
 
 

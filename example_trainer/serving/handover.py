@@ -25,6 +25,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from atropos_api.common.cross_site import SAFE_METHODS
 from example_trainer.processes.ports import BEGUN_ANSWERS_SECONDS, DONE, ServerSockets
 from example_trainer.serving.startup import StartingAnswers
 
@@ -32,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 Connections = set[Any]
 
-_READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _CHANGING = ("/bridge/", "/lora/", "_lora_adapter")
 _HELLO = b"hello"
 _MOST_AT_ONCE = 60
@@ -163,7 +163,7 @@ class HandoverServer(uvicorn.Server):
 
 def is_repeatable(scope: Mapping[str, Any]) -> bool:
     """Return True if another server may answer the request instead: it only samples tokens or reads."""
-    return scope["method"] in _READING or not any(part in scope["path"] for part in _CHANGING)
+    return scope["method"] in SAFE_METHODS or not any(part in scope["path"] for part in _CHANGING)
 
 
 async def hand_over(

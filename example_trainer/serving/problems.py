@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -126,16 +127,11 @@ def engine_problems() -> Iterator[None]:
         raise Problem(422, "bad-request", " ".join(str(error).split())) from error
 
 
-_INSTALLED = "atropos_installed"
-
-
+@cache
 def list_served_names() -> None:
     """Make `/v1` list the served models in its error: vLLM's own message cuts names that look like paths."""
     from vllm.entrypoints.serve.engine.serving import BaseServing
 
-    if hasattr(BaseServing, _INSTALLED):
-        return
-    setattr(BaseServing, _INSTALLED, True)
     BaseServing._check_model = _naming(BaseServing._check_model)  # noqa: SLF001  what every route of /v1 asks first
 
 

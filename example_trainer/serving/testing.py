@@ -31,11 +31,9 @@ from example_trainer.serving.drain import Running
 from example_trainer.serving.engine import Counters
 from example_trainer.serving.handover import HandoverServer, hand_over, take_over
 from example_trainer.serving.problems import Problem
-from example_trainer.serving.responses import UNLABELLED
+from example_trainer.serving.responses import UNLABELLED, Spans
 from example_trainer.serving.startup import StartingAnswers
 from example_trainer.weight_protocol.base_record import read_base_record
-
-Spans = list[list[int | None]]
 
 
 class StubEngine:

@@ -14,6 +14,7 @@ from example_trainer.commands.doctor.model_files import EMBEDDING, ModelFiles
 from example_trainer.commands.doctor.requested_run import RequestedRun, not_here
 from example_trainer.errors import BadLayerFilter, CannotServe, ModelNotFound
 from example_trainer.launcher.base_model import require_model
+from example_trainer.memory.shapes import ADAPTER_PRESETS
 from example_trainer.modeling.layer_filter import block_index
 from example_trainer.options.layer_indices import parse_layer_indices
 from example_trainer.options.model import LOGIT_CHANGES
@@ -29,7 +30,6 @@ SCALED_BY_FACTOR = ("linear", "dynamic")
 """RoPE types under which vLLM multiplies the length by the factor; others name the scaled length themselves."""
 
 SERVER_ROPE = ("rope_scaling", "rope_theta", "rope_parameters", "hf_overrides")
-LORA_PRESETS = ("all-linear", "attention", "mlp")
 
 
 def check_files(requested: RequestedRun) -> Iterator[Finding]:
@@ -144,11 +144,11 @@ def check_layers(requested: RequestedRun) -> Iterator[Finding]:
     modules = _linear_modules(model)
     wanted = (config.lora_target_modules or []) if config.trains_adapter else []
     for target in wanted:
-        if modules and target not in LORA_PRESETS and not any(f".{path}".endswith(f".{target}") for path in modules):
+        if modules and target not in ADAPTER_PRESETS and not any(f".{path}".endswith(f".{target}") for path in modules):
             names = ", ".join(sorted({path.rpartition(".")[2] for path in modules}))
             where = " inside its layers" if any(target in name for name in model.tensors) else ""
             text = f"lora_target_modules {target}: the model has no such linear module{where}"
-            yield error("layers", text, f"name some of {names}, or a preset: {', '.join(LORA_PRESETS)}")
+            yield error("layers", text, f"name some of {names}, or a preset: {', '.join(ADAPTER_PRESETS)}")
 
 
 def _linear_modules(model: ModelFiles) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import compress
 from typing import Any
 
@@ -25,7 +26,6 @@ from atropos_api.common.malloc import return_freed_memory
 from example_trainer.weight_protocol.transfer import MEMORY_PATH, AdapterPayload
 
 _KEPT = "atropos_kept"
-_INSTALLED = "atropos_installed"
 
 Tensors = dict[str, torch.Tensor]
 
@@ -99,11 +99,9 @@ class AdapterBuffer:
         return int(getattr(self.module, "tp_size", 1))
 
 
+@cache
 def install() -> None:
     """Make vLLM's loading of adapters look at the kept ones first, once per process."""
-    if hasattr(WorkerLoRAManager, _INSTALLED):
-        return
-    setattr(WorkerLoRAManager, _INSTALLED, True)
     load = WorkerLoRAManager._load_adapter  # noqa: SLF001  the only function with which vLLM loads an adapter
 
     def load_adapter(manager: Any, request: Any) -> Any:

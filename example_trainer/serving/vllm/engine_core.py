@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -138,7 +138,6 @@ def _join_logprobs(parts: list[Any]) -> Any:
 
 
 _TALLY = "atropos_tally"
-_INSTALLED = "atropos_installed"
 
 
 @dataclass(slots=True)
@@ -160,15 +159,13 @@ class Tally:
         }
 
 
+@cache
 def install() -> None:
     """Add the methods to vLLM's classes, and the corrections of what runs beside them, once per process."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
     install_grammar_libraries()
-    if hasattr(EngineCore, _INSTALLED):
-        return
-    setattr(EngineCore, _INSTALLED, True)
     EngineCore.atropos_pause = _pause
     EngineCore.atropos_resume = _resume
     EngineCore.atropos_counters = _counters

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 _COMPUTING = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
@@ -130,13 +130,11 @@ def _manager_for(manager: Any, library: str) -> Any:
     return managers[library]
 
 
+@cache
 def install_quantised_heads() -> None:
     """Wrap vLLM's product with the output head, once per process."""
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-    if hasattr(LogitsProcessor, _INSTALLED):
-        return
-    setattr(LogitsProcessor, _INSTALLED, True)
     LogitsProcessor._apply_head = leaving_quantised_heads(LogitsProcessor._apply_head)  # noqa: SLF001  no public hook
 
 
@@ -160,13 +158,11 @@ def leaving_quantised_heads(apply: Any) -> Any:
 _ASKED = "atropos_most_likely"
 
 
+@cache
 def install_logprob_token_ids() -> None:
     """Wrap vLLM's sampler, once per process."""
     from vllm.v1.sample.sampler import Sampler
 
-    if hasattr(Sampler, _INSTALLED):
-        return
-    setattr(Sampler, _INSTALLED, True)
     forward = Sampler.forward
 
     def noting(sampler: Any, logits: Any, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
