@@ -92,8 +92,7 @@ class SegmentLog:
 
     def append(self, bodies: Sequence[bytes]) -> list[BodyRef]:
         """Write bodies with one system call where possible; on return the kernel has all of them."""
-        if self._sync_failure is not None:
-            raise StoreUnavailable(self._sync_failure)
+        self._refuse_after_failed_sync()
         segment = self._writable()
         offset = segment.size_bytes
         pieces: list[bytes] = []
@@ -158,8 +157,7 @@ class SegmentLog:
         if not self._syncs:
             return
         with self._sync_turn:
-            if self._sync_failure is not None:  # what a sync reports from now on means nothing
-                raise StoreUnavailable(self._sync_failure)
+            self._refuse_after_failed_sync()  # what a sync would report now means nothing
             with self._lock:
                 active = self._duplicate_active()
                 sealed, self._sealed = self._sealed, []
@@ -279,6 +277,10 @@ class SegmentLog:
         finally:
             for descriptor in active:
                 os.close(descriptor)
+
+    def _refuse_after_failed_sync(self) -> None:
+        if self._sync_failure is not None:
+            raise StoreUnavailable(self._sync_failure)
 
     def note_failed_sync(self, error: OSError) -> StoreUnavailable:
         """Return the error for a failed sync; unless the disk or a table of files is full, refuse all further writes.
