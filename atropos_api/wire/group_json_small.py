@@ -15,7 +15,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from atropos_api.errors import InvalidGroup
-from atropos_api.wire.group_json import CheckedGroup, check_group, check_messages, check_overrides, decode_fields
+from atropos_api.wire.group_json import (
+    CheckedGroup,
+    check_group,
+    check_messages,
+    check_overrides,
+    decode_fields,
+    may_be_deep,
+)
 from atropos_api.wire.group_json import oldest_version as oldest_version_in
 from atropos_api.wire.groups import WIRE_KEYS, Span
 from atropos_api.wire.json_arrays import ID_LIMIT, SPACE
@@ -63,7 +70,7 @@ _REST: Final = tuple(b"".join(b",%bnull" % key for key in _KEYS[count:]) for cou
 
 def check_body(body: bytes) -> CheckedGroup:
     """Check a group that is a body of its own. Raises `InvalidGroup` or `InvalidRequest`."""
-    checked = _check_small(body) if len(body) < SMALL_BYTES else None
+    checked = _check_small(body) if len(body) < SMALL_BYTES and not may_be_deep(body) else None
     return checked or check_group(decode_fields(body))
 
 

@@ -132,3 +132,31 @@ def test_r38a_a_null_among_overrides_is_kept_as_an_empty_object_and_its_neighbou
 def test_bodies_of_another_shape_are_the_callers_fault(body):
     with pytest.raises(InvalidRequest):
         decode_submission(body)
+
+
+def nested(levels, field="images"):
+    fields = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [0.5], field: "-"}
+    return json.dumps(fields).replace('"-"', "[" * levels + "]" * levels).encode()
+
+
+@pytest.mark.parametrize("field", ["images", "an own key"])
+@pytest.mark.parametrize("check_one", [check_body, lambda body: check_group(decode_fields(body))])
+def test_a_group_that_is_nested_too_deep_for_a_trainer_is_refused(check_one, field):
+    """How many levels a decoder reads depends on how deep in its program it is called, also in the broker."""
+    with pytest.raises(InvalidGroup) as refused:
+        check_one(nested(257, field))
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("check_one", [check_body, lambda body: check_group(decode_fields(body))])
+def test_the_deepest_group_can_be_read_deep_in_a_program(check_one):
+    text = b'{"batch":[%b]}' % finish_text(check_one(nested(256)), None)
+
+    def read(frames, decode):
+        return read(frames - 1, decode) if frames else decode(text)["batch"][0]["scores"]
+
+    assert read(400, msgspec.json.decode) == read(400, json.loads) == [0.5]
+
+
+def test_brackets_in_a_text_are_no_levels():
+    assert check(images="[" * 9999).size == 2
