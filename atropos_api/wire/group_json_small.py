@@ -25,7 +25,7 @@ from atropos_api.wire.group_json import (
 )
 from atropos_api.wire.group_json import oldest_version as oldest_version_in
 from atropos_api.wire.groups import WIRE_KEYS, Span
-from atropos_api.wire.json_arrays import ID_LIMIT, SPACE
+from atropos_api.wire.json_arrays import ID_LIMIT, SPACE, Float
 
 SMALL_BYTES: Final = 1 << 14
 """Below this, decoding numbers is cheaper than the calls that avoid it."""
@@ -36,7 +36,7 @@ _Mask = Annotated[int, msgspec.Meta(ge=-ID_LIMIT, lt=ID_LIMIT)]
 
 _EnvironmentId = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
-_FloatRows = list[list[float]] | None
+_FloatRows = list[list[Float]] | None
 
 
 class _SmallGroup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -44,7 +44,7 @@ class _SmallGroup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=F
 
     tokens: list[list[_Id]]
     masks: list[list[_Mask]]
-    scores: list[float]
+    scores: list[Float]
     advantages: _FloatRows | UnsetType = UNSET
     ref_logprobs: _FloatRows | UnsetType = UNSET
     messages: list[list[dict[str, Any]]] | UnsetType | None = UNSET
