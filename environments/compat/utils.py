@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from atropos_api.wire.groups import OPTIONAL_PER_SEQUENCE
 from environments.sdk.group_files import render_group, write_page
+from environments.sdk.tools import NO_JSON
 
 __all__ = [
     "UNMASKED_ROLES",
@@ -307,7 +308,7 @@ def parse_tool_call(
 def _read(body: str) -> dict[str, Any] | None:
     try:
         found = json.loads(body, strict=False)
-    except json.JSONDecodeError:
+    except NO_JSON:
         try:
             found = ast.literal_eval(body)
         except (ValueError, SyntaxError, MemoryError, RecursionError):

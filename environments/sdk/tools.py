@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from environments.sdk.errors import ToolParserUnknown
+from environments.sdk.progress import encodable
 
 
 class CallObject(Mapping[str, Any]):
@@ -146,6 +147,9 @@ class ForeignParser:
         return 0
 
 
+NO_JSON = (ValueError, RecursionError)
+"""Errors of Python's JSON decoder for what a model writes: a number of thousands of digits, say, is a `ValueError`."""
+
 OWN_PARSERS: Mapping[str, type[HermesParser | JsonParser]] = {"hermes": HermesParser, "json": JsonParser}
 
 
@@ -180,7 +184,7 @@ def read_calls(text: str) -> list[ToolCall]:
     while position < len(text):
         try:
             value, position = decoder.raw_decode(text, position)
-        except (json.JSONDecodeError, RecursionError):
+        except NO_JSON:
             return []
         values.extend(value if isinstance(value, list) else [value])
         while position < len(text) and text[position] in " \t\r\n;,":
@@ -196,7 +200,7 @@ def _read_call(value: Any) -> ToolCall | None:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(FunctionCall(value["name"], text))
+    return ToolCall(FunctionCall(encodable(value["name"]), encodable(text)))
 
 
 def _as_call(call: Any) -> ToolCall:
@@ -234,7 +238,8 @@ def _for_template(call: Any) -> dict[str, Any]:
     as_dict = call.model_dump() if hasattr(call, "model_dump") else dict(call)
     function = dict(as_dict.get("function") or {})
     try:
-        function["arguments"] = json.loads(function["arguments"])
-    except (KeyError, TypeError, json.JSONDecodeError):
+        arguments = json.loads(function["arguments"])
+        json.dumps(arguments, ensure_ascii=False).encode()  # half a surrogate pair has no tokens
+    except (KeyError, TypeError, *NO_JSON):
         return as_dict
-    return {**as_dict, "function": function}
+    return {**as_dict, "function": {**function, "arguments": arguments}}
