@@ -255,7 +255,10 @@ def to_wire(raw: Mapping[str, Any], sample_log: SampleLog) -> Group:
     return group
 
 
-PER_TOKEN = ("tokens", "masks", "inference_logprobs", "advantages")
+PER_TOKEN = (
+    *("tokens", "masks", "inference_logprobs", "advantages", "ref_logprobs"),
+    *("distill_token_ids", "distill_logprobs"),
+)
 
 
 def _plain_fields(raw: Any) -> Mapping[str, Any]:
