@@ -101,7 +101,7 @@ def refuse_foreign_page(headers: Headers) -> None:
     """Refuse requests that a page of another site has caused."""
     host = headers.get("host", "")
     origin, site = headers.get("origin"), headers.get("sec-fetch-site")
-    if (origin is not None and urlsplit(origin).netloc != host) or (site is not None and site not in OWN_SITES):
+    if (origin is not None and _netloc(origin) != host) or (site is not None and site not in OWN_SITES):
         raise HTTPException(403, f"pages of another site ({origin or site}) may not use sessions")
 
 
@@ -124,6 +124,14 @@ def split_key(path: str, headers: Headers) -> tuple[str, str]:
 def require_key(given: str, *accepted: str) -> None:
     if not any(secrets.compare_digest(given.encode(), key.encode()) for key in accepted):
         raise HTTPException(401, "a session needs its key; send Authorization: Bearer KEY, the api_key of a client")
+
+
+def _netloc(url: str) -> str | None:
+    """Return host and port of a URL, or None if it is malformed."""
+    try:
+        return urlsplit(url).netloc
+    except ValueError:
+        return None
 
 
 def _is_own(host: str, names: frozenset[str]) -> bool:

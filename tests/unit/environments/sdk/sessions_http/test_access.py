@@ -78,6 +78,7 @@ FOREIGN_PAGES = (
     {"Host": "evil.example:8000"},
     {"Origin": "http://evil.example"},
     {"Origin": "null"},
+    {"Origin": "http://[malformed"},
     {"Sec-Fetch-Site": "cross-site"},
     {"Sec-Fetch-Site": "same-site"},
 )
