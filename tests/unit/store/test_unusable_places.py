@@ -50,6 +50,15 @@ def test_what_is_no_place_at_all_is_refused_before_anything_is_made(place):
         BrokerConfig(store=place)
 
 
+@pytest.mark.parametrize("place", ["redis://[::1/0", "rediss://user:pa@55word@[::1/0", "redis://host:99999/0"])
+def test_a_malformed_address_of_a_redis_is_one_line_without_its_password(place):
+    pytest.importorskip("redis")
+    with pytest.raises(AtroposError, match="write redis://host:port/database") as caught:
+        open_store(place)
+    assert "\n" not in str(caught.value)
+    assert "55word" not in str(caught.value)
+
+
 def damage_rows(place):
     with closing(sqlite3.connect(place / "ledger.sqlite")) as ledger, ledger:
         ledger.execute("INSERT INTO runs VALUES ('run', '{}')")
