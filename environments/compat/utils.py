@@ -311,7 +311,7 @@ def _read(body: str) -> dict[str, Any] | None:
     except NO_JSON:
         try:
             found = ast.literal_eval(body)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # TypeError: `{{"name": …}}` is a set
             return None
     return found if isinstance(found, dict) else None
 
