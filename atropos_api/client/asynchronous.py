@@ -12,6 +12,7 @@ import httpx
 from atropos_api.client import calls
 from atropos_api.client.calls import BearerAuth, BrokerRefused, Call
 from atropos_api.common.concurrency import Wait
+from atropos_api.common.identity import note_answer
 from atropos_api.common.secrets import TokenSource
 from atropos_api.wire.groups import Batch, Form, Group
 from atropos_api.wire.messages import (
@@ -228,6 +229,7 @@ class AsyncBrokerClient:
             response = await self._http.request(call.method, call.path, timeout=5.0)
         except httpx.TransportError as error:
             return error
+        note_answer(self.url)
         if response.status_code in {401, 403}:
             calls.raise_for_problem(response)
         return None if response.is_success else ConnectionError(f"it answers {response.status_code}")
@@ -240,7 +242,7 @@ class AsyncBrokerClient:
             waited = time.monotonic() - started
             delay = calls.retry_delay(attempt, outcome)
             self._auth.note(outcome)
-            again = calls.should_retry(call, outcome) or self._auth.awaits_replacement(outcome)
+            again = calls.should_retry(self.url, call, outcome) or self._auth.awaits_replacement(outcome)
             if not again or waited + delay > self._retry_seconds:
                 return calls.settle(self.url, outcome, waited_seconds=waited)
             await anyio.sleep(delay)
@@ -249,7 +251,7 @@ class AsyncBrokerClient:
     async def _attempt(self, call: Call) -> httpx.Response | httpx.TransportError:
         timeout = httpx.Timeout(self._timeout_seconds, read=self._timeout_seconds + call.extra_seconds)
         try:
-            return await self._http.request(
+            response = await self._http.request(
                 call.method,
                 call.path,
                 params=call.params,
@@ -259,3 +261,5 @@ class AsyncBrokerClient:
             )
         except httpx.TransportError as error:
             return error
+        note_answer(self.url)
+        return response

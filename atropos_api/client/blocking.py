@@ -11,6 +11,7 @@ import httpx
 from atropos_api.client import calls
 from atropos_api.client.calls import BearerAuth, BrokerRefused, Call
 from atropos_api.common.concurrency import Wait
+from atropos_api.common.identity import note_answer
 from atropos_api.common.secrets import TokenSource
 from atropos_api.wire.fleets import Fleet, FleetLease, FleetReport, FleetSet
 from atropos_api.wire.groups import Batch, Form, Group
@@ -247,6 +248,7 @@ class BrokerClient:
             response = self._http.request(call.method, call.path, timeout=5.0)
         except httpx.TransportError as error:
             return error
+        note_answer(self.url)
         if response.status_code in {401, 403}:
             calls.raise_for_problem(response)
         return None if response.is_success else ConnectionError(f"it answers {response.status_code}")
@@ -259,7 +261,7 @@ class BrokerClient:
             waited = time.monotonic() - started
             delay = calls.retry_delay(attempt, outcome)
             self._auth.note(outcome)
-            again = calls.should_retry(call, outcome) or self._auth.awaits_replacement(outcome)
+            again = calls.should_retry(self.url, call, outcome) or self._auth.awaits_replacement(outcome)
             if not again or waited + delay > self._retry_seconds:
                 return calls.settle(self.url, outcome, waited_seconds=waited)
             time.sleep(delay)
@@ -268,7 +270,7 @@ class BrokerClient:
     def _attempt(self, call: Call) -> httpx.Response | httpx.TransportError:
         timeout = httpx.Timeout(self._timeout_seconds, read=self._timeout_seconds + call.extra_seconds)
         try:
-            return self._http.request(
+            response = self._http.request(
                 call.method,
                 call.path,
                 params=call.params,
@@ -278,3 +280,5 @@ class BrokerClient:
             )
         except httpx.TransportError as error:
             return error
+        note_answer(self.url)
+        return response

@@ -272,12 +272,12 @@ def raise_for_problem(response: httpx.Response) -> None:
     raise refused
 
 
-def should_retry(call: Call, failure: httpx.Response | httpx.TransportError) -> bool:
+def should_retry(url: str, call: Call, failure: httpx.Response | httpx.TransportError) -> bool:
     """Return True for connection errors and gateway statuses, if the call is repeatable or never reached the broker."""
     if isinstance(failure, httpx.Response):
         # With 503 the broker itself states that nothing was kept.
         return failure.status_code == 503 or (failure.status_code in RETRIED_STATUSES and call.repeatable)
-    if isinstance(failure, httpx.UnsupportedProtocol) or find_host_error(failure) is not None:
+    if isinstance(failure, httpx.UnsupportedProtocol) or find_host_error(failure, url) is not None:
         return False
     return call.repeatable or isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
 
@@ -303,7 +303,7 @@ def unreachable(url: str, error: Exception | None, *, waited_seconds: float) -> 
     """Return the error for a broker that does not answer; a host name that does not resolve has its own class."""
     if isinstance(error, httpx.UnsupportedProtocol):
         return BrokerHostUnknown(f"the broker's URL {url} does not begin with http:// or https://; try http://{url}")
-    host_error = find_host_error(error)
+    host_error = find_host_error(error, url)
     if host_error is not None:
         host = httpx.URL(url).host
         return BrokerHostUnknown(f"the broker's host {host!r} cannot be resolved ({host_error}); check the URL {url}")

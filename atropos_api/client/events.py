@@ -17,6 +17,7 @@ import msgspec
 
 from atropos_api.client import calls
 from atropos_api.client.calls import BearerAuth, BrokerRefused
+from atropos_api.common.identity import note_answer
 from atropos_api.common.secrets import TokenSource
 
 SILENCE_SECONDS: Final = 40.0
@@ -49,6 +50,7 @@ def watch_events(
             httpx.Client(timeout=timeout, auth=BearerAuth(token), trust_env=False, verify=calls.tls_of(url)) as client,
             client.stream("GET", f"{url.rstrip('/')}/v1/events", headers=headers) as response,
         ):
+            note_answer(url)
             _check(url, response)
             yield from parse_events(response.iter_lines())
     except (httpx.TransportError, httpx.InvalidURL, socket.gaierror, UnicodeError) as error:

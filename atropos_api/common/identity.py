@@ -127,12 +127,25 @@ def _is_host(host: str) -> bool:
     return True
 
 
-def find_host_error(error: BaseException | None) -> socket.gaierror | None:
-    """Return the failed lookup of a host name among an error and its causes, if there is one."""
+_ANSWERED: set[str | None] = set()
+"""Hosts from which this process has had an answer."""
+
+
+def note_answer(url: str) -> None:
+    """Remember that the host of this URL has answered: its name is right, so that a lookup that fails later passes."""
+    _ANSWERED.add(urlsplit(url).hostname)
+
+
+def find_host_error(error: BaseException | None, url: str) -> socket.gaierror | None:
+    """Return the failed lookup of a mistyped host name among an error and its causes, if there is one.
+
+    There is none if the host has answered before: name servers have outages too, and the name of a pod that is replaced
+    is unknown for a while.
+    """
     seen: set[int] = set()  # a chain of causes may lead back to itself
     while error is not None and id(error) not in seen:
         if isinstance(error, socket.gaierror):
-            return error
+            return None if urlsplit(url).hostname in _ANSWERED else error
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return None

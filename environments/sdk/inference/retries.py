@@ -18,7 +18,7 @@ import anyio
 import msgspec
 
 from atropos_api.common.concurrency import Wait
-from atropos_api.common.identity import find_host_error
+from atropos_api.common.identity import find_host_error, note_answer
 from atropos_api.common.tracing import current_span
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import EnvironmentsError, InferenceHostUnknown, InferenceRefused, InferenceUnavailable
@@ -184,7 +184,7 @@ class ServerChannel:
                 return outcome
 
     def _should_retry(self, outcome: Outcome, server_errors: int) -> bool:
-        unknown_host = isinstance(outcome, OSError) and find_host_error(outcome) is not None
+        unknown_host = isinstance(outcome, OSError) and find_host_error(outcome, self.config.base_url) is not None
         return self.config.health_check and not unknown_host and server_errors < SERVER_ERROR_ATTEMPTS
 
     def _content_or_raise(self, outcome: Outcome, url: str) -> bytes:
@@ -199,7 +199,7 @@ class ServerChannel:
 
     def _unreachable(self, error: OSError) -> InferenceHostUnknown | InferenceUnavailable:
         url = self.config.base_url
-        if (unknown := find_host_error(error)) is not None:
+        if (unknown := find_host_error(error, url)) is not None:
             return InferenceHostUnknown(f"the host of {url} cannot be resolved ({unknown}); check --openai.base_url")
         return InferenceUnavailable(
             f"no inference server answers at {url} ({type(error).__name__} {error}); start it or set --openai.base_url"
@@ -224,6 +224,7 @@ class ServerChannel:
             if call.streamed:
                 raise InferenceUnavailable(f"the answer of {call.url} ended early: {_describe(error)}") from error
             return error
+        note_answer(self.config.base_url)
         if outcome.status not in RETRIED_STATUSES:
             self._avoided_seconds = self._avoided_until = 0.0
         return outcome
