@@ -275,8 +275,8 @@ def raise_for_problem(response: httpx.Response) -> None:
 def should_retry(url: str, call: Call, failure: httpx.Response | httpx.TransportError) -> bool:
     """Return True for connection errors and gateway statuses, if the call is repeatable or never reached the broker."""
     if isinstance(failure, httpx.Response):
-        # With 503 the broker itself states that nothing was kept.
-        return failure.status_code == 503 or (failure.status_code in RETRIED_STATUSES and call.repeatable)
+        # With 503 the broker itself states that nothing was kept, and with 408 that the request was never whole.
+        return failure.status_code in {408, 503} or (failure.status_code in RETRIED_STATUSES and call.repeatable)
     if isinstance(failure, httpx.UnsupportedProtocol) or find_host_error(failure, url) is not None:
         return False
     return call.repeatable or isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
@@ -357,6 +357,11 @@ class BrokerRefused(AtroposError):
     def kind(self) -> str:
         """The stable last part of the problem's `type`, such as `run-superseded`."""
         return str(self.problem.get("type", "")).rpartition("/")[2]
+
+    @property
+    def is_passing(self) -> bool:
+        """True if the same call may succeed later; 408: this process stood still before its request was whole."""
+        return self.status >= 500 or self.status == 408
 
 
 class RunSuperseded(BrokerRefused):

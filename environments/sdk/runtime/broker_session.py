@@ -209,7 +209,7 @@ class BrokerConnection:
         """Wait and register again after an outage or a broker that lost its state; raise any other error."""
         from atropos_api.client import BrokerRefused, BrokerUnreachable
 
-        unavailable = isinstance(error, BrokerUnreachable) or (isinstance(error, BrokerRefused) and error.status >= 500)
+        unavailable = isinstance(error, BrokerUnreachable) or (isinstance(error, BrokerRefused) and error.is_passing)
         if unavailable:
             logger.warning("%s; waiting for the broker", error)
             await anyio.sleep(PAUSE_SECONDS)

@@ -52,12 +52,13 @@ def test_a_run_is_not_begun_twice_because_an_answer_was_lost():
     assert len(calls) == 1
 
 
-def test_a_run_that_never_reached_the_broker_is_begun_again():
+@pytest.mark.parametrize("failure", [httpx.ConnectError("refused"), httpx.Response(408, json={"detail": "not whole"})])
+def test_a_run_that_never_reached_the_broker_is_begun_again(failure):
     info = {
         "run_id": "r", "epoch": 1, "next_batch": 1, "highest_policy_version": 0, "committed_batch": 0,
         "leftover_groups": 0,
     }  # fmt: skip
-    client, calls = client_of([httpx.ConnectError("refused"), httpx.Response(200, json=info)])
+    client, calls = client_of([failure, httpx.Response(200, json=info)])
     assert client.begin_run(RUN).epoch == 1
     assert len(calls) == 2
 

@@ -117,6 +117,13 @@ async def test_a_refused_group_costs_its_neighbours_nothing(caplog):
     assert "not finite" in caplog.text
 
 
+@pytest.mark.parametrize("status", [408, 500, 503])
+async def test_a_refusal_that_passes_ends_nothing(status):
+    """408: code of the environment blocked the event loop for ten seconds while a request was begun."""
+    client = ScriptedClient(BrokerRefused({"detail": "no complete request arrived"}, status))
+    assert await send_all(client, [group(1)]) == Counter([1])
+
+
 async def test_a_broker_that_refuses_the_sender_ends_the_server():
     client = ScriptedClient(BrokerRefused({"type": "x/token-required", "detail": "send a token"}, 401))
     with pytest.raises(ExceptionGroup) as failure:
