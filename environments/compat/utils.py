@@ -17,7 +17,6 @@ import ast
 import json
 import logging
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -283,9 +282,9 @@ ERROR = "-ERROR-"
 def extract_tool_call(text: str, preferred_tags: Sequence[str] | None = None) -> str | None:
     """Return the text between the first of the tags that is found, `tool_call` by default."""
     for tag in preferred_tags or ["tool_call"]:
-        found = re.search(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
-        if found:
-            return found[1].strip()
+        body, closing, _ = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")
+        if closing:
+            return body.strip()
     return None
 
 

@@ -76,13 +76,14 @@ class HermesParser:
     """Parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes and Qwen models write calls so."""
 
     _opening = "<tool_call>"
-    _block = re.compile(r"<tool_call>\s*(?P<body>.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+    # Without spaces in them, these take time in proportion to the text, even to a model's endless line breaks.
+    _block = re.compile(r"<tool_call>(?P<body>.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
     def parse(self, text: str) -> ParsedText:
         calls: list[ToolCall] = []
 
         def take(block: re.Match[str]) -> str:
-            found = read_calls(block["body"])
+            found = read_calls(block["body"].strip())
             calls.extend(found)
             return "" if found else block[0]  # a block that cannot be parsed stays in the text
 
@@ -100,12 +101,12 @@ class JsonParser:
     so.
     """
 
-    _fence = re.compile(r"\A```(?:json)?\s*(?P<body>.*?)\s*```\Z", re.DOTALL)
+    _fence = re.compile(r"\A```(?:json)?(?P<body>.*)```\Z", re.DOTALL)
 
     def parse(self, text: str) -> ParsedText:
         body = text.strip().removeprefix("<|python_tag|>").strip()
         fenced = self._fence.match(body)
-        calls = read_calls(fenced["body"] if fenced else body)
+        calls = read_calls(fenced["body"].strip() if fenced else body)
         return ParsedText("" if calls else text, calls)
 
     def certain_length(self, text: str) -> int:

@@ -1,11 +1,14 @@
 """Sessions over templates, tools, branches and clients that change history: one test for each known fault."""
 
 import sys
+import time
 from types import SimpleNamespace
 
 import anyio
 import pytest
 
+from environments.compat import utils
+from environments.math_server_zero import boxed_answer
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import ToolParserUnknown
 from environments.sdk.inference.vllm import VllmServer
@@ -234,6 +237,24 @@ def test_tool_parsers(parser, text, content, names):
     found = parser.parse(text)
     assert found.content == content
     assert [call.function.name for call in found.calls] == names
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (HermesParser().parse, "<tool_call>{" + " " * 50_000 + "?"),
+        (JsonParser().parse, "```json\n{" + "\n" * 50_000 + "?```"),
+        (JsonParser().parse, "```json\n{" + "\n" * 50_000 + "?"),
+        (utils.extract_tool_call, "<tool_call>" * 10_000),
+        (boxed_answer, "<answer>" * 10_000),
+        (boxed_answer, "<answer></answer>" * 10_000),
+    ],
+)
+def test_a_model_that_repeats_itself_without_end_is_read_in_no_time(parse, text):
+    """The event loop stands still meanwhile: for twenty seconds once."""
+    began = time.thread_time()
+    parse(text)
+    assert time.thread_time() - began < 1.0
 
 
 def test_half_a_surrogate_pair_in_a_call_can_be_sent_and_rendered():
