@@ -13,7 +13,6 @@ each from the hub or from a file.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +33,8 @@ from environments.sdk import (
 from environments.tasks.data import Question, load_questions
 from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, answer_of, load_template, mean, require_room
 
-STOPS = ("User:", "Human:", "Assistant:", "</answer>")
+OPENING, CLOSING = "<answer>", "</answer>"
+STOPS = ("User:", "Human:", "Assistant:", CLOSING)
 EVAL_SETS: Mapping[str, str] = {
     "aime_2024": "HuggingFaceH4/aime_2024",
     "math_500": "HuggingFaceH4/MATH-500",
@@ -42,8 +42,6 @@ EVAL_SETS: Mapping[str, str] = {
     "minervamath": "math-ai/minervamath",
     "olympiadbench": "math-ai/olympiadbench",
 }
-
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class MathZeroEnvConfig(QuestionEnvConfig):
@@ -164,7 +162,7 @@ class MathZeroEnv(QuestionEnv):
 
     async def are_right(self, nodes: Sequence[SequenceNode], prompt: str, gold: str) -> list[bool]:
         """Return for each answer True if it is right; an answer that was cut off never is."""
-        answers = [None if cut_off(node) else boxed_answer(answer_of(node, prompt, stop=STOPS[-1])) for node in nodes]
+        answers = [None if cut_off(node) else boxed_answer(answer_of(node, prompt, stop=CLOSING)) for node in nodes]
         return [verdict.correct for verdict in await self.grader.judge_answers([gold] * len(nodes), answers)]
 
     async def score_answer(self, item: Question, text: str) -> float:
@@ -182,13 +180,13 @@ class MathZeroEnv(QuestionEnv):
     def as_messages(self, node: SequenceNode, prompt: str) -> list[Any]:
         """Return the prompt and the answer as a chat; the answer begins with the prompt's last `<think>`."""
         asked, tag, _ = prompt.rpartition("<think>")
-        answer = tag + answer_of(node, prompt, stop=STOPS[-1])
+        answer = tag + answer_of(node, prompt, stop=CLOSING)
         return [{"role": "user", "content": asked or prompt}, {"role": "assistant", "content": answer}]
 
     async def attempt(self, question: Question) -> dict[str, Any]:
         prompt = self.template.fill(question.question)
         (node,) = await self.sample(prompt, count=1, temperature=self.config.eval_temperature)
-        text = answer_of(node, prompt, stop=STOPS[-1])
+        text = answer_of(node, prompt, stop=CLOSING)
         (correct,) = await self.are_right([node], prompt, question.answer)
         return {
             "subset": getattr(question, "subset", "validation"),
@@ -219,8 +217,10 @@ class MathZeroEnv(QuestionEnv):
 
 def boxed_answer(text: str) -> str | None:
     r"""Return the content of `\boxed{}` in the last `<answer>`; None when there is none."""
-    found = _ANSWER.findall(text)
-    return last_boxed(found[-1]) if found else None
+    answer, place = None, 0
+    while (start := text.find(OPENING, place)) >= 0 and (end := text.find(CLOSING, start)) >= 0:
+        answer, place = text[start + len(OPENING) : end], end + len(CLOSING)
+    return None if answer is None else last_boxed(answer)
 
 
 def cut_off(node: SequenceNode) -> bool:

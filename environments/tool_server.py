@@ -31,6 +31,7 @@ from environments.sdk import (
 )
 from environments.sdk.groups import group_items
 from environments.sdk.progress import note_event
+from environments.sdk.tools import NO_JSON
 from environments.tasks.data import Question
 from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, require_room
 
@@ -144,7 +145,7 @@ class ToolEnv(QuestionEnv):
         """Run one tool call and return its output as a message; for an invalid call the message says why."""
         try:
             code = json.loads(made.function.arguments)["code"] if made.function.name == "python" else None
-        except (json.JSONDecodeError, KeyError, TypeError):
+        except (KeyError, TypeError, *NO_JSON):
             code = None
         if isinstance(code, str):
             note_event("tool python: running")

@@ -116,10 +116,12 @@ class Broker:
         """Read all state from the store again, after the store refused a change that memory had partly made."""
         old = self.state
         snapshot = old.ledger.load()
+        environments = Environments(old.ledger, snapshot.environments)
+        environments.take_liveness(old.environments)
         fresh = replace(
             old,
             runs=Runs(old.ledger, snapshot.runs, snapshot.policies),
-            environments=Environments(old.ledger, snapshot.environments),
+            environments=environments,
             queue=GroupQueue(),
             batches={},
             replayable={},

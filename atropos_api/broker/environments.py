@@ -162,6 +162,14 @@ class Environments:
         for row in self._rows.values():
             row.seen_at = now
 
+    def take_liveness(self, former: Environments) -> None:
+        """Take over what the ledger does not have: when each environment called last, and the heartbeats that wait."""
+        self._waiting = former._waiting
+        for row in self._rows.values():
+            known = former.find(row.environment_id)
+            if known is not None:
+                row.seen_at = known.seen_at
+
     def disconnect(self, environment_id: int) -> None:
         self._disconnect(self.get(environment_id))
 

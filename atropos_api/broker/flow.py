@@ -267,7 +267,7 @@ def _start(broker: Broker, run: RunRow, now: float) -> StartFacts | None:
     activity = broker.state.activity
     if activity.collected_run == run.run_id:
         return None
-    began_at = max(run.began_at, activity.process_began_at)
+    began_at = max(min(run.began_at, now), activity.process_began_at)
     return StartFacts(seconds=now - began_at, published=activity.published_run == run.run_id)
 
 

@@ -40,11 +40,11 @@ class PolicyHolds:
     def bound_leases(self) -> None:
         """Shorten the leases that a broker before this one granted, if the machine's clock has been set back since.
 
-        The end of a lease is a time of day, so the trainer would wait for days. None lasts longer than a new one may.
+        The end of a lease is a time of day, so the trainer would wait for days, also that of a run which is closed now
+        and resumed later. None lasts longer than a new one may.
         """
-        run = self._state.runs.open
-        if run is not None:
-            now = self._state.clock()
+        now = self._state.clock()
+        for run in self._state.runs.all():
             run.holds = tuple(_bounded(row, now) for row in run.holds)
 
     def release(self, hold_id: str) -> Hold:

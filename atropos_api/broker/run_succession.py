@@ -57,6 +57,7 @@ class RunSuccession:
         """Close the open run, if any, and open `run`, in one transaction."""
         state = self._state
         former = state.runs.open
+        run.began_at = state.runs.time_after_all(run.began_at)
         with state.change():
             if former is not None:
                 self._close_open(former, "closed")

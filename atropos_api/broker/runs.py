@@ -7,6 +7,7 @@ depends on the run: a trainer sends no request while it trains, so three times i
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Iterable
 from contextlib import suppress
@@ -108,6 +109,13 @@ class Runs:
     def all(self) -> list[RunRow]:
         """Return every run, the oldest first."""
         return sorted(self._rows.values(), key=lambda row: row.began_at)
+
+    def time_after_all(self, now: float) -> float:
+        """Return the time at which a run begins: runs are told in their order by it, also after the machine's clock was
+        set back.
+        """
+        newest = max((row.began_at for row in self._rows.values()), default=now)
+        return now if now >= newest else math.nextafter(newest, math.inf)
 
     def highest_version(self) -> int:
         return max((version for _, version in self._policies), default=0)

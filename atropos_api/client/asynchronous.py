@@ -77,7 +77,7 @@ class AsyncBrokerClient(Connection[httpx.AsyncClient, httpx.AsyncBaseTransport])
         """Return as soon as the broker is ready; `on_wait` is called with one line every ten seconds."""
         wait = Wait(timeout_seconds)
         while (error := await self._probe()) is not None:
-            connection.report_wait(wait, self.url, error, on_wait)
+            connection.report_wait(wait, self.url, error, on_wait, answered=self._answered)
             await anyio.sleep(connection.READY_POLL_SECONDS)
 
     def _open(self, **options: Any) -> httpx.AsyncClient:
@@ -88,6 +88,7 @@ class AsyncBrokerClient(Connection[httpx.AsyncClient, httpx.AsyncBaseTransport])
             response = await self._http.get("/readyz", timeout=5.0)
         except httpx.TransportError as error:
             return error
+        self._answered = True
         if response.status_code in {401, 403}:
             connection.raise_for_problem(response)
         return None if response.is_success else ConnectionError(f"it answers {response.status_code}")
@@ -100,16 +101,17 @@ class AsyncBrokerClient(Connection[httpx.AsyncClient, httpx.AsyncBaseTransport])
             waited = time.monotonic() - started
             delay = connection.retry_delay(attempt, outcome)
             self._auth.note(outcome)
-            again = connection.should_retry(call, outcome) or self._auth.awaits_replacement(outcome)
+            again = connection.should_retry(call, outcome, answered=self._answered)
+            again = again or self._auth.awaits_replacement(outcome)
             if not again or waited + delay > self._retry_seconds:
-                return connection.settle(self.url, outcome, waited_seconds=waited)
+                return connection.settle(self.url, outcome, waited_seconds=waited, answered=self._answered)
             await anyio.sleep(delay)
             attempt += 1
 
     async def _attempt(self, call: Call[Any]) -> httpx.Response | httpx.TransportError:
         timeout = httpx.Timeout(self._timeout_seconds, read=self._timeout_seconds + call.extra_seconds)
         try:
-            return await self._http.request(
+            response = await self._http.request(
                 call.method,
                 call.path,
                 params=call.params,
@@ -119,3 +121,5 @@ class AsyncBrokerClient(Connection[httpx.AsyncClient, httpx.AsyncBaseTransport])
             )
         except httpx.TransportError as error:
             return error
+        self._answered = True
+        return response

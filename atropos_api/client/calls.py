@@ -335,6 +335,11 @@ class BrokerRefused(AtroposError):
         """The stable last part of the problem's `type`, such as `run-superseded`."""
         return str(self.problem.get("type", "")).rpartition("/")[2]
 
+    @property
+    def is_passing(self) -> bool:
+        """True if the same call may succeed later; 408: this process stood still before its request was whole."""
+        return self.status >= 500 or self.status == 408
+
 
 class RunSuperseded(BrokerRefused):
     """Another trainer began a run or took this one over; this one must stop."""

@@ -61,6 +61,8 @@ class Connection(Generic[HttpT, TransportT]):
         self._retry_seconds = retry_seconds
         self._calls = Calls(form)
         self._auth = BearerAuth(token)
+        self._answered = False
+        """True once the broker has answered: its name is right, so a lookup that fails later is an outage."""
         self._http = self._open(
             base_url=self.url,
             headers=default_headers(),
@@ -111,22 +113,24 @@ def raise_for_problem(response: httpx.Response) -> None:
     raise refused
 
 
-def should_retry(call: Call[Any], failure: httpx.Response | httpx.TransportError) -> bool:
+def should_retry(call: Call[Any], failure: httpx.Response | httpx.TransportError, *, answered: bool) -> bool:
     """Return True for connection errors and gateway statuses, if the call is repeatable or never reached the broker."""
     if isinstance(failure, httpx.Response):
-        # With 503 the broker itself states that nothing was kept.
-        return failure.status_code == 503 or (failure.status_code in RETRIED_STATUSES and call.repeatable)
-    if isinstance(failure, httpx.UnsupportedProtocol) or find_host_error(failure) is not None:
+        # With 503 the broker itself states that nothing was kept, and with 408 that the request was never whole.
+        return failure.status_code in {408, 503} or (failure.status_code in RETRIED_STATUSES and call.repeatable)
+    if isinstance(failure, httpx.UnsupportedProtocol) or find_host_error(failure, answered=answered) is not None:
         return False
     return call.repeatable or isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
 
 
-def settle(url: str, outcome: httpx.Response | httpx.TransportError, *, waited_seconds: float) -> httpx.Response:
+def settle(
+    url: str, outcome: httpx.Response | httpx.TransportError, *, waited_seconds: float, answered: bool
+) -> httpx.Response:
     """Return the response if it is a success; raise the matching error for everything else."""
     if isinstance(outcome, httpx.Response):
         raise_for_problem(outcome)
         return outcome
-    raise unreachable(url, outcome, waited_seconds=waited_seconds) from outcome
+    raise unreachable(url, outcome, waited_seconds=waited_seconds, answered=answered) from outcome
 
 
 def retry_delay(attempt: int, failure: httpx.Response | httpx.TransportError) -> float:
@@ -138,11 +142,13 @@ def retry_delay(attempt: int, failure: httpx.Response | httpx.TransportError) ->
     return min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0**attempt)
 
 
-def unreachable(url: str, error: Exception | None, *, waited_seconds: float) -> BrokerUnreachable | BrokerHostUnknown:
+def unreachable(
+    url: str, error: Exception | None, *, waited_seconds: float, answered: bool = False
+) -> BrokerUnreachable | BrokerHostUnknown:
     """Return the error for a broker that does not answer; a host name that does not resolve has its own class."""
     if isinstance(error, httpx.UnsupportedProtocol):
         return BrokerHostUnknown(f"the broker's URL {url} does not begin with http:// or https://; try http://{url}")
-    host_error = find_host_error(error)
+    host_error = find_host_error(error, answered=answered)
     if host_error is not None:
         host = httpx.URL(url).host
         return BrokerHostUnknown(f"the broker's host {host!r} cannot be resolved ({host_error}); check the URL {url}")
@@ -152,9 +158,11 @@ def unreachable(url: str, error: Exception | None, *, waited_seconds: float) -> 
     )
 
 
-def report_wait(wait: Wait, url: str, error: Exception, on_wait: Callable[[str], None] | None) -> None:
+def report_wait(
+    wait: Wait, url: str, error: Exception, on_wait: Callable[[str], None] | None, *, answered: bool
+) -> None:
     """Raise if the wait for the broker at `url` is over or useless; else pass a line to `on_wait` if one is due."""
-    failure = unreachable(url, error, waited_seconds=wait.seconds)
+    failure = unreachable(url, error, waited_seconds=wait.seconds, answered=answered)
     if isinstance(failure, BrokerHostUnknown) or wait.is_over:
         raise failure
     if on_wait is not None and wait.has_line():

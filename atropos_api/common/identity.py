@@ -134,12 +134,16 @@ def _is_host(host: str) -> bool:
     return True
 
 
-def find_host_error(error: BaseException | None) -> socket.gaierror | None:
-    """Return the failed lookup of a host name among an error and its causes, if there is one."""
+def find_host_error(error: BaseException | None, *, answered: bool = False) -> socket.gaierror | None:
+    """Return the failed lookup of a mistyped host name among an error and its causes, if there is one.
+
+    There is none if the host has `answered` before: name servers have outages too, and the name of a pod that is
+    replaced is unknown for a while.
+    """
     seen: set[int] = set()  # a chain of causes may lead back to itself
     while error is not None and id(error) not in seen:
         if isinstance(error, socket.gaierror):
-            return error
+            return None if answered else error
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return None

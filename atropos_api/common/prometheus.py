@@ -42,12 +42,18 @@ class Metric(NamedTuple):
     labels: tuple[str, ...] = ()
 
     def family(self, prefix: str, *samples: float | tuple[tuple[str, ...], float]) -> Family:
-        """Return a counter or gauge with these samples: values, or pairs of label values and value."""
+        """Return a counter or gauge with these samples: values, or pairs of label values and value.
+
+        Samples of equal labels are added up, since Prometheus keeps only one of them.
+        """
         kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
         family = kind(prefix + self.name, self.meaning, labels=self.labels)
+        sums: dict[tuple[str, ...], float] = {}
         for sample in samples:
             values, value = sample if isinstance(sample, tuple) else ((), sample)
-            family.add_metric(values, float(value))
+            sums[values] = sums.get(values, 0.0) + float(value)
+        for values, value in sums.items():
+            family.add_metric(values, value)
         return family
 
     def summary(self, prefix: str, *, count: int, total: float) -> Family:

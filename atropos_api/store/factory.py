@@ -71,6 +71,7 @@ class PeriodicSync:
         self._thread.join()
 
     def _run(self) -> None:
+        failure = ""
         while True:
             self._ledger.written.wait()
             closing = self._closing.wait(SYNC_INTERVAL_SECONDS)
@@ -78,8 +79,12 @@ class PeriodicSync:
             try:
                 self._bodies.sync()
                 self._ledger.sync()
-            except StoreUnavailable:
-                logger.exception("the store could not be forced to the disk; a power failure now would lose groups")
+                failure = ""
+            except StoreUnavailable as error:
+                if str(error) != failure:
+                    logger.exception("the store could not be forced to the disk; a power failure now would lose groups")
+                failure = str(error)
+                self._ledger.written.set()  # it is not on the disk yet, whether or not anything more is written
             if closing:
                 return
 

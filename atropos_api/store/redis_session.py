@@ -78,7 +78,11 @@ def connect(url: str, *, timeout_seconds: float) -> Any:
 
 
 def without_password(url: str) -> str:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # a malformed host
+        scheme, _, rest = url.partition("://")
+        return f"{scheme}://{rest.rpartition('@')[2]}"
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 

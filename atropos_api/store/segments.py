@@ -38,6 +38,8 @@ SEGMENT_BYTES: Final = 64 * 2**20
 SPARSE_FRACTION: Final = 0.25
 OPEN_FILES: Final = 32
 VECTOR_LIMIT: Final = 512
+PASSING: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE})
+"""Failures that end by themselves: a full disk, and too many open files, as a crowd of connections makes."""
 READ_BYTES: Final = 1 << 18
 """Most bytes of bodies read in one call; larger bodies would be copied without any gain."""
 
@@ -90,8 +92,7 @@ class SegmentLog:
 
     def append(self, bodies: Sequence[bytes]) -> list[BodyRef]:
         """Write bodies with one system call where possible; on return the kernel has all of them."""
-        if self._sync_failure is not None:
-            raise StoreUnavailable(self._sync_failure)
+        self._refuse_after_failed_sync()
         segment = self._writable()
         offset = segment.size_bytes
         pieces: list[bytes] = []
@@ -156,10 +157,10 @@ class SegmentLog:
         if not self._syncs:
             return
         with self._sync_turn:
+            self._refuse_after_failed_sync()  # what a sync would report now means nothing
             with self._lock:
+                active = self._duplicate_active()
                 sealed, self._sealed = self._sealed, []
-                # The writer may close its own descriptor meanwhile.
-                active = [os.dup(self._active_fd)] if self._active_fd >= 0 else []
                 directory_changed, self._directory_changed = self._directory_changed, False
                 self._removable, self._doomed = self._removable + self._doomed, []
                 segment = self._segments.get(self._active)
@@ -177,9 +178,9 @@ class SegmentLog:
         """Delete the files that were dead when the last sync began; the ledger has been forced to the disk since."""
         with self._lock:
             removable, self._removable = self._removable, []
-        for path in removable:
-            path.unlink(missing_ok=True)
-            self._reach(Failpoint.SEGMENT_REMOVED)
+        left = [path for path in removable if not self._delete(path)]
+        with self._lock:
+            self._removable += left  # the next call tries again
 
     def size_bytes(self) -> int:
         return sum(segment.size_bytes for segment in self._segments.values())
@@ -252,6 +253,13 @@ class SegmentLog:
         if self._segments[self._active].live_count == 0:
             self._remove(self._active)
 
+    def _duplicate_active(self) -> list[int]:
+        """Return a descriptor of the active segment for the syncing thread: the writer may close its own meanwhile."""
+        try:
+            return [os.dup(self._active_fd)] if self._active_fd >= 0 else []
+        except OSError as error:
+            raise self.note_failed_sync(error) from error
+
     def _force(self, sealed: list[int], active: list[int], *, directory_changed: bool) -> None:
         try:
             for descriptor in (*sealed, *active):
@@ -270,14 +278,18 @@ class SegmentLog:
             for descriptor in active:
                 os.close(descriptor)
 
-    def note_failed_sync(self, error: OSError) -> StoreUnavailable:
-        """Return the error for a failed sync; unless the disk is full, refuse all further writes.
+    def _refuse_after_failed_sync(self) -> None:
+        if self._sync_failure is not None:
+            raise StoreUnavailable(self._sync_failure)
 
-        A full disk may have room again. After any other failure the kernel may have dropped the data that it could not
+    def note_failed_sync(self, error: OSError) -> StoreUnavailable:
+        """Return the error for a failed sync; unless the disk or a table of files is full, refuse all further writes.
+
+        Either may have room again. After any other failure the kernel may have dropped the data that it could not
         write, and a second sync would succeed without it, so all writes are refused until a new process has read
         what the disk has.
         """
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        if error.errno in PASSING:
             return _unavailable(error)
         self._sync_failure = (
             f"the disk failed to keep data that it had accepted ({error.strerror}); repair it and restart the broker, "
@@ -319,6 +331,8 @@ class SegmentLog:
         try:
             data = os.pread(self._reader(first.segment), last.offset + last.length - begin, begin)
         except OSError as error:
+            if error.errno in PASSING:  # the bodies are there, and must not be given up as damaged
+                raise _unavailable(error) from error
             raise StoreDamaged(f"{segment.path}: byte {first.offset} cannot be read ({error.strerror})") from error
         for ref in run:
             start = ref.offset - begin
@@ -360,8 +374,17 @@ class SegmentLog:
             with self._lock:
                 self._doomed.append(path)
         else:
+            self._delete(path)
+
+    def _delete(self, path: Path) -> bool:
+        """Delete a dead segment; if the system refuses, return False: the next start deletes what is left."""
+        try:
             path.unlink(missing_ok=True)
-            self._reach(Failpoint.SEGMENT_REMOVED)
+        except OSError as error:
+            logger.warning("%s holds nothing that is needed and cannot be deleted (%s)", path, error.strerror)
+            return False
+        self._reach(Failpoint.SEGMENT_REMOVED)
+        return True
 
 
 def _runs(refs: Sequence[BodyRef]) -> Iterator[Sequence[BodyRef]]:
@@ -382,8 +405,11 @@ def _runs(refs: Sequence[BodyRef]) -> Iterator[Sequence[BodyRef]]:
 
 
 def _unavailable(error: OSError, size: int = 0) -> StoreUnavailable:
+    remedy = "free space on its disk"
+    if error.errno in {errno.EMFILE, errno.ENFILE}:
+        remedy = "allow more open files (ulimit -n) or fewer connections (--max-connections)"
     return StoreUnavailable(
-        f"the store cannot be written ({error.strerror}); free space on its disk, nothing was kept", refused_bytes=size
+        f"the store cannot be used ({error.strerror}); {remedy}, nothing was kept", refused_bytes=size
     )
 
 

@@ -116,9 +116,13 @@ class SqliteLedger:
         except sqlite3.OperationalError as error:
             raise StoreUnavailable(f"{path} cannot be opened ({error}); check its disk and its owner") from error
         except sqlite3.DatabaseError as error:
-            raise StoreDamaged(f"{path} cannot be used as the broker's ledger: {error}; --fresh begins anew") from error
+            raise self._damaged(error) from error
 
     def load(self) -> Snapshot:
+        with self._reading():
+            return self._load()
+
+    def _load(self) -> Snapshot:
         (next_seq,) = self._db.execute("SELECT next_seq FROM places").fetchone()
         groups = [group_of_values(row) for row in self._db.execute("SELECT * FROM groups ORDER BY seq")]
         return Snapshot(
@@ -228,8 +232,9 @@ class SqliteLedger:
             self._execute_many("DELETE FROM groups WHERE seq = ?", [(seq,) for seq in seqs])
 
     def metric_names(self) -> dict[str, list[str]]:
-        rows = self._db.execute("SELECT run_id, names FROM metric_names")
-        return {run_id: msgspec.json.decode(names, type=list[str]) for run_id, names in rows}
+        with self._reading():
+            rows = self._db.execute("SELECT run_id, names FROM metric_names")
+            return {run_id: msgspec.json.decode(names, type=list[str]) for run_id, names in rows}
 
     def put_metric_names(self, run_id: str, names: Sequence[str]) -> None:
         self._execute("INSERT OR REPLACE INTO metric_names VALUES (?, ?)", (run_id, encode_row(list(names))))
@@ -240,7 +245,8 @@ class SqliteLedger:
 
     def metrics_after(self, run_id: str, step: int, limit: int) -> list[MetricsRow]:
         query = "SELECT step, time, numbers FROM metrics WHERE run_id = ? AND step > ? ORDER BY step LIMIT ?"
-        return [MetricsRow(*values) for values in self._db.execute(query, (run_id, step, limit))]
+        with self._reading():
+            return [MetricsRow(*values) for values in self._db.execute(query, (run_id, step, limit))]
 
     def drop_metrics(self, run_id: str, first: int, last: int) -> None:
         self._execute("DELETE FROM metrics WHERE run_id = ? AND step BETWEEN ? AND ?", (run_id, first, last))
@@ -280,6 +286,19 @@ class SqliteLedger:
 
     def _decoded(self, kind: type[RowT], query: str) -> list[RowT]:
         return [msgspec.json.decode(row, type=kind) for (row,) in self._db.execute(query)]
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Tell what cannot be read as damage, or as an outage if the system says so."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            raise StoreUnavailable(f"{self._path} cannot be read ({error}); check its disk and its owner") from error
+        except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
+            raise self._damaged(error) from error
+
+    def _damaged(self, error: Exception) -> StoreDamaged:
+        return StoreDamaged(f"{self._path} cannot be used as the broker's ledger: {error}; --fresh begins anew")
 
     def _execute(self, statement: str, values: Sequence[Any] = ()) -> None:
         if not self._depth:

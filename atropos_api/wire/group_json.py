@@ -36,6 +36,9 @@ _CHECKED_KEYS: Final = frozenset({"sampling_masks", "policy_versions"})
 _DISTILLED: Final = ("distill_token_ids", "distill_logprobs")
 _OBJECTS: Final = frozenset({"generation_params", "group_overrides"})
 _NO_OVERRIDES: Final = b"{}"
+MOST_LEVELS: Final = 256
+"""Most levels of arrays and objects in a group. How many a decoder reads depends on how deep in its program it is
+called: a trainer might be unable to read what was taken here, and would be handed it again after each resume."""
 _STAMP: Final = b',"received_version":'
 
 _in_order = operator.itemgetter(*WIRE_KEYS)
@@ -311,10 +314,29 @@ def _read_env_id(text: bytes, where: str) -> int | None:
 
 def _decode_free(text: bytes, field: str) -> Any:
     """Decode free-form JSON, only to make sure that every trainer can read it."""
+    shown = text[:80].decode("utf-8", "replace")
     try:
-        return msgspec.json.decode(text)
+        value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidGroup(field, text[:80].decode("utf-8", "replace"), str(error) or "too deeply nested") from None
+        raise InvalidGroup(field, shown, str(error) or "too deeply nested") from None
+    if may_be_deep(text) and _is_deep(value):
+        raise InvalidGroup(field, shown, f"at most {MOST_LEVELS} levels of arrays and objects can be read everywhere")
+    return value
+
+
+def may_be_deep(text: bytes) -> bool:
+    """Return False if a JSON text has too few arrays and objects to have more than `MOST_LEVELS` levels of them."""
+    return text.count(b"[") + text.count(b"{") > MOST_LEVELS
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MOST_LEVELS):
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for one in chain.from_iterable(inner) if isinstance(one, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _join(texts: Mapping[str, bytes]) -> bytes:

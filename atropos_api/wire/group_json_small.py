@@ -15,10 +15,17 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from atropos_api.errors import InvalidGroup
-from atropos_api.wire.group_json import CheckedGroup, check_group, check_messages, check_overrides, decode_fields
+from atropos_api.wire.group_json import (
+    CheckedGroup,
+    check_group,
+    check_messages,
+    check_overrides,
+    decode_fields,
+    may_be_deep,
+)
 from atropos_api.wire.group_json import oldest_version as oldest_version_in
 from atropos_api.wire.groups import WIRE_KEYS, Span
-from atropos_api.wire.json_arrays import ID_LIMIT, SPACE
+from atropos_api.wire.json_arrays import ID_LIMIT, SPACE, Float
 
 SMALL_BYTES: Final = 1 << 14
 """Below this, decoding numbers is cheaper than the calls that avoid it."""
@@ -29,7 +36,7 @@ _Mask = Annotated[int, msgspec.Meta(ge=-ID_LIMIT, lt=ID_LIMIT)]
 
 _EnvironmentId = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
-_FloatRows = list[list[float]] | None
+_FloatRows = list[list[Float]] | None
 
 
 class _SmallGroup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -37,7 +44,7 @@ class _SmallGroup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=F
 
     tokens: list[list[_Id]]
     masks: list[list[_Mask]]
-    scores: list[float]
+    scores: list[Float]
     advantages: _FloatRows | UnsetType = UNSET
     ref_logprobs: _FloatRows | UnsetType = UNSET
     messages: list[list[dict[str, Any]]] | UnsetType | None = UNSET
@@ -63,7 +70,7 @@ _REST: Final = tuple(b"".join(b",%bnull" % key for key in _KEYS[count:]) for cou
 
 def check_body(body: bytes) -> CheckedGroup:
     """Check a group that is a body of its own. Raises `InvalidGroup` or `InvalidRequest`."""
-    checked = _check_small(body) if len(body) < SMALL_BYTES else None
+    checked = _check_small(body) if len(body) < SMALL_BYTES and not may_be_deep(body) else None
     return checked or check_group(decode_fields(body))
 
 

@@ -23,6 +23,9 @@ from atropos_api.errors import InvalidGroup
 ID_LIMIT: Final = 2**31
 """Limit on token ids: every trainer gets them as int32."""
 
+FLOAT_LIMIT: Final = 2.0**128 - 2.0**103
+"""Limit on floats: every trainer gets them as float32, in which larger ones are infinite."""
+
 SPACE: Final = b" \t\r\n"
 _COMMA: Final = ord(",")
 _MINUS: Final = ord("-")
@@ -48,9 +51,11 @@ _ids_decoder: _RowsDecoder = msgspec.json.Decoder(list[list[Annotated[int, msgsp
 
 _masks_decoder: _RowsDecoder = msgspec.json.Decoder(list[list[Annotated[int, msgspec.Meta(ge=-ID_LIMIT, lt=ID_LIMIT)]]])
 
-_float_rows_decoder = msgspec.json.Decoder(list[list[float]])
+Float = Annotated[float, msgspec.Meta(gt=-FLOAT_LIMIT, lt=FLOAT_LIMIT)]
 
-_floats_decoder = msgspec.json.Decoder(list[float])
+_float_rows_decoder = msgspec.json.Decoder(list[list[Float]])
+
+_floats_decoder = msgspec.json.Decoder(list[Float])
 
 Characters = NDArray[np.uint8]
 
@@ -69,7 +74,7 @@ def check_ids(raw: bytes, field: str, *, signed: bool = False) -> tuple[list[int
 
 
 def check_floats(raw: bytes, field: str) -> tuple[list[int], bytes]:
-    """Check rows of finite numbers; return the same as `check_ids`."""
+    """Check rows of numbers that are finite as float32; return the same as `check_ids`."""
     if len(raw) < _FEW_FLOATS_BYTES:
         lengths = _decoded_lengths(_float_rows_decoder, raw)
     else:
@@ -80,7 +85,7 @@ def check_floats(raw: bytes, field: str) -> tuple[list[int], bytes]:
 
 
 def check_numbers(raw: bytes, field: str) -> tuple[int, bytes]:
-    """Return the length and the text of one flat array of finite numbers."""
+    """Return the length and the text of one flat array of numbers that are finite as float32."""
     try:
         return len(_floats_decoder.decode(raw)), raw
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -133,7 +138,7 @@ def _holds_ids(raw: bytes, *, signed: bool) -> bool:
 
 
 def _holds_finite(raw: bytes) -> bool:
-    """Return True if a valid JSON text holds only finite numbers."""
+    """Return True if a valid JSON text holds only numbers that are finite as float32."""
     if b'"' in raw:
         return False
     characters = np.frombuffer(raw, np.uint8)
@@ -175,11 +180,12 @@ def _has_ten_digits(characters: Characters) -> bool:
 
 
 def _has_long_number(characters: Characters) -> bool:
-    """Return True if so many digits follow one another that the number may be too large; shorter ones are finite."""
+    """Return True if so many digits follow one another that the number may be too large; one of 38 digits fits."""
     digits = _digits(characters)
-    whole = len(digits) - len(digits) % 64
-    eights = digits[:whole].view(np.uint64) == _ALL_TRUE
-    return bool((eights.view(np.uint64) == _ALL_TRUE).any())
+    # However they lie, 39 digits hold four whole words of eight, and those of a usual float no more than two.
+    eights = digits[: len(digits) - len(digits) % 8].view(np.uint64) == _ALL_TRUE
+    pairs = eights[:-1] & eights[1:]
+    return bool((pairs[:-2] & pairs[2:]).any())
 
 
 def _digits(characters: Characters) -> NDArray[np.bool_]:
@@ -188,7 +194,7 @@ def _digits(characters: Characters) -> NDArray[np.bool_]:
 
 
 def _exponents_fit(raw: bytes) -> bool:
-    """Return True if rows with exponents hold finite values: 1e5 is rare, and 1e999 is valid JSON but infinite."""
+    """Return True if rows with exponents hold values that fit: 1e5 is rare, and 1e999 is valid JSON but infinite."""
     rows = [row for row in raw.split(b"]") if b"e" in row or b"E" in row]
     try:
         for row in rows:
@@ -239,6 +245,8 @@ def _finite(value: Any, field: str) -> float:
         as_float = math.inf
     if not math.isfinite(as_float):
         raise InvalidGroup(field, str(as_float), "a finite number is needed")
+    if not -FLOAT_LIMIT < as_float < FLOAT_LIMIT:
+        raise InvalidGroup(field, str(as_float), "a number that is finite in 32 bits is needed")
     return number
 
 

@@ -17,7 +17,6 @@ import ast
 import json
 import logging
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 
 from atropos_api.wire.groups import OPTIONAL_PER_SEQUENCE
 from environments.sdk.group_files import render_group, write_page
+from environments.sdk.tools import NO_JSON
 
 __all__ = [
     "UNMASKED_ROLES",
@@ -282,9 +282,9 @@ ERROR = "-ERROR-"
 def extract_tool_call(text: str, preferred_tags: Sequence[str] | None = None) -> str | None:
     """Return the text between the first of the tags that is found, `tool_call` by default."""
     for tag in preferred_tags or ["tool_call"]:
-        found = re.search(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
-        if found:
-            return found[1].strip()
+        body, closing, _ = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")
+        if closing:
+            return body.strip()
     return None
 
 
@@ -307,10 +307,10 @@ def parse_tool_call(
 def _read(body: str) -> dict[str, Any] | None:
     try:
         found = json.loads(body, strict=False)
-    except json.JSONDecodeError:
+    except NO_JSON:
         try:
             found = ast.literal_eval(body)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # TypeError: `{{"name": …}}` is a set
             return None
     return found if isinstance(found, dict) else None
 

@@ -1,8 +1,8 @@
 r"""Reads answers from text: exact numbers, and the final answer of a completion.
 
-Numbers may be written as `1,234`, `$5`, `-3.50`, `−2`, `3/4`, `\frac{3}{4}`, `2\frac12`, `2 1/2`, `72 apples` or
-`1.5e3`; their values are exact. A percent sign is read as a unit, so `50%` is 50, as GSM8K's reference answers mean
-it. Every search takes time linear in the text, for any text that a model writes.
+Numbers may be written as `1,234`, `$5`, `-3.50`, `−2`, `minus 2`, `3/4`, `\frac{3}{4}`, `2\frac12`, `2 1/2`,
+`72 apples`, `5 million` or `1.5e3`; their values are exact. A percent sign is read as a unit, so `50%` is 50, as
+GSM8K's reference answers mean it. Every search takes time linear in the text, for any text that a model writes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,22 @@ MAX_CHARACTERS = 400
 MAX_EXPONENT = 400
 """Larger powers of ten are not read: the exact value of `1e999999999` would fill the memory."""
 
+SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+"""Words after a number that multiply it."""
+
 _MINUS_SIGNS = dict.fromkeys(map(ord, "−–—﹣-"), "-")
 _NUMERAL = r"(?:\d{1,3}(?:,\d{3}){1,99}(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _THIN_SPACE = re.compile(r"(?<=\d)\\[,!](?=\d)")
 
+_SIGN = r"(?P<sign>[-+]\s*|(?<![\w-])(?ai:minus|negative)\s{1,4})?"
+_SCALE = rf"\$?[\s~-]{{0,4}}(?:\\(?:text|mbox|mathrm)\{{\s{{0,4}})?(?P<scale>(?ai:{'|'.join(SCALES)}))s?\b"
+
 _NUMBER = re.compile(
-    rf"(?P<sign>[-+]\s*)?(?:\\?[$£€]\s*)?(?P<inner>[-+])?(?:(?:(?P<whole>\d+)\s*)?\\[dt]?frac\s*"
+    rf"{_SIGN}(?:\\?[$£€]\s*)?(?P<inner>[-+])?(?:(?:(?P<whole>\d+)\s*)?\\[dt]?frac\s*"
     rf"(?:\{{(?P<top>-?\d+)\}}|(?P<digit>\d))\s*(?:\{{(?P<bottom>\d+)\}}|(?P<below>\d))"
     rf"|(?P<mixed>\d+)\s+(?P<upper>\d+)/(?P<lower>\d+)(?!\d)"
     rf"|(?P<numeral>{_NUMERAL})(?:[eE](?P<exponent>[-+]?\d+)(?![\w.])|\s*/\s*(?P<divisor>\d+))?)"
+    rf"(?:{_SCALE})?"
 )
 
 
@@ -53,8 +60,10 @@ def _value(match: re.Match[str]) -> Fraction | None:
     if len(match[0]) > MAX_CHARACTERS:
         return None
     magnitude = _plain(match) if match["numeral"] else _mixed(match)
-    negative = (match["sign"] or "").startswith("-") != (match["inner"] == "-")
-    return -magnitude if negative and magnitude is not None else magnitude
+    if magnitude is None:
+        return None
+    negative = ((match["sign"] or "").strip() not in {"", "+"}) != (match["inner"] == "-")
+    return (-magnitude if negative else magnitude) * SCALES.get((match["scale"] or "").lower(), 1)
 
 
 def _plain(match: re.Match[str]) -> Fraction | None:

@@ -22,6 +22,16 @@ SMALL = 1e-2
 RELATIVE_ERROR = 1e-3
 ABOUT = 0.05
 _POWER_OF_TEN = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,4})(?![\w.]*\w)")
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALED = re.compile(
+    r"(?<![\w./^])(?<!\^\{)(\d{1,20}|\d{1,3}(?:,\d{3}){1,9})(?:\.(\d{1,20}))?(\$?)"
+    rf"[\s~-]{{0,4}}(?:\\(?:text|mbox|mathrm)\{{\s{{0,4}}({'|'.join(_SCALES)})s?\s{{0,4}}\}}|({'|'.join(_SCALES)})s?\b)",
+    re.IGNORECASE | re.ASCII,
+)
+_MINUS = re.compile(
+    r"(^|\bis|[=:,(]|\\text\{)(\s{0,4})(?:(?:minus|negative)\s{1,4}|-(?=\$))(\$?)(?=[\d.\\])", re.IGNORECASE | re.ASCII
+)
+"""A minus in words or before a formula, of which math-verify would read only the formula."""
 _BASE = re.compile(r"(?<=[0-9A-Fa-f])_(?:\{\s*(\d+)\s*\}|(\d+))")
 _ESCAPED_BRACE = re.compile(r"\\[{}]")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3}(?!\d))")
@@ -171,6 +181,7 @@ def is_sentence(text: str) -> bool:
 
 def plain(text: str) -> str:
     """Return the text without parts that carry no value: delimiters around it, spacing, a sign that introduces it."""
+    text = _MINUS.sub(r"\1\2\3-", _SCALED.sub(_multiplied, text.strip()))
     # The notation of scientific references: math-verify would read 4.5e33 as 4.5 times e times 33.
     text = _POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text).replace("°", "^\\circ ")
     text = _THOUSANDS.sub("", text).replace("\\$", "")
@@ -180,6 +191,14 @@ def plain(text: str) -> str:
     if wrapped:
         text = wrapped[wrapped.lastindex or 0].strip()
     return exact_side(_INTRODUCED.sub("", text))
+
+
+def _multiplied(scaled: re.Match[str]) -> str:
+    """Return `2.5 million` as 2500000: math-verify would read the word as a product of variables, or leave it out."""
+    whole, fraction, dollar, in_text, bare = scaled.groups(default="")
+    zeros = _SCALES[(in_text or bare).lower()]
+    digits, rest = whole.replace(",", "") + fraction[:zeros].ljust(zeros, "0"), fraction[zeros:]
+    return (digits.lstrip("0") or "0") + (f".{rest}" if rest else "") + dollar
 
 
 def exact_side(text: str) -> str:

@@ -136,6 +136,12 @@ class SandboxUnavailable(EnvironmentsError):
     """A model's code cannot be isolated here as required, or cannot be run at all."""
 
 
+class SandboxFailed(SandboxUnavailable):
+    """A piece of code could not be run, as where this machine has no process or file descriptor left for it."""
+
+    ends_server = False
+
+
 @dataclass(frozen=True, slots=True)
 class ToolResult:
     """The output of the code, including errors, and its exit; `ended_by` is the limit that it reached, if any."""
@@ -267,7 +273,7 @@ class PythonTool:
             if "failed" not in reply:
                 return self._result(reply)
             reason = reply["failed"]
-        raise SandboxUnavailable(f"a model's code cannot be run any more: {reason}")
+        raise SandboxFailed(f"a model's code could not be run: {reason}")
 
     def _supervisor(self) -> SupervisorProcess:
         if self._idle:

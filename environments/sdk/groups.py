@@ -201,14 +201,15 @@ def _sampling_masks(nodes: Sequence[SequenceNode]) -> list[list[list[int]]] | No
 
 def scored_item(node: SequenceNode, score: float, *, messages: list[Message] | None = None) -> ScoredDataItem:
     """Build one rollout from a session's sequence and its score."""
+    params = node.metadata["generation_params"]
     return ScoredDataItem(
         tokens=node.tokens,
         masks=node.masked_tokens,
         scores=float(score),
-        inference_logprobs=node.logprobs,
+        inference_logprobs=None if params.get(ESTIMATED) else node.logprobs,
         policy_versions=node.policy_versions,
         sampling_masks=node.sampling_masks,
-        generation_params=node.metadata["generation_params"],
+        generation_params=params,
         messages=messages,
     )
 
@@ -254,7 +255,10 @@ def to_wire(raw: Mapping[str, Any], sample_log: SampleLog) -> Group:
     return group
 
 
-PER_TOKEN = ("tokens", "masks", "inference_logprobs", "advantages")
+PER_TOKEN = (
+    *("tokens", "masks", "inference_logprobs", "advantages", "ref_logprobs"),
+    *("distill_token_ids", "distill_logprobs"),
+)
 
 
 def _plain_fields(raw: Any) -> Mapping[str, Any]:

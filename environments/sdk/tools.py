@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from environments.sdk.errors import ToolParserUnknown
+from environments.sdk.progress import encodable
 
 
 class CallObject(Mapping[str, Any]):
@@ -75,13 +76,14 @@ class HermesParser:
     """Parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes and Qwen models write calls so."""
 
     _opening = "<tool_call>"
-    _block = re.compile(r"<tool_call>\s*(?P<body>.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+    # Without spaces in them, these take time in proportion to the text, even to a model's endless line breaks.
+    _block = re.compile(r"<tool_call>(?P<body>.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
     def parse(self, text: str) -> ParsedText:
         calls: list[ToolCall] = []
 
         def take(block: re.Match[str]) -> str:
-            found = read_calls(block["body"])
+            found = read_calls(block["body"].strip())
             calls.extend(found)
             return "" if found else block[0]  # a block that cannot be parsed stays in the text
 
@@ -99,12 +101,12 @@ class JsonParser:
     so.
     """
 
-    _fence = re.compile(r"\A```(?:json)?\s*(?P<body>.*?)\s*```\Z", re.DOTALL)
+    _fence = re.compile(r"\A```(?:json)?(?P<body>.*)```\Z", re.DOTALL)
 
     def parse(self, text: str) -> ParsedText:
         body = text.strip().removeprefix("<|python_tag|>").strip()
         fenced = self._fence.match(body)
-        calls = read_calls(fenced["body"] if fenced else body)
+        calls = read_calls(fenced["body"].strip() if fenced else body)
         return ParsedText("" if calls else text, calls)
 
     def certain_length(self, text: str) -> int:
@@ -146,6 +148,9 @@ class ForeignParser:
         return 0
 
 
+NO_JSON = (ValueError, RecursionError)
+"""Errors of Python's JSON decoder for what a model writes: a number of thousands of digits, say, is a `ValueError`."""
+
 OWN_PARSERS: Mapping[str, type[HermesParser | JsonParser]] = {"hermes": HermesParser, "json": JsonParser}
 
 
@@ -180,7 +185,7 @@ def read_calls(text: str) -> list[ToolCall]:
     while position < len(text):
         try:
             value, position = decoder.raw_decode(text, position)
-        except (json.JSONDecodeError, RecursionError):
+        except NO_JSON:
             return []
         values.extend(value if isinstance(value, list) else [value])
         while position < len(text) and text[position] in " \t\r\n;,":
@@ -196,7 +201,7 @@ def _read_call(value: Any) -> ToolCall | None:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(FunctionCall(value["name"], text))
+    return ToolCall(FunctionCall(encodable(value["name"]), encodable(text)))
 
 
 def _as_call(call: Any) -> ToolCall:
@@ -234,7 +239,8 @@ def _for_template(call: Any) -> dict[str, Any]:
     as_dict = call.model_dump() if hasattr(call, "model_dump") else dict(call)
     function = dict(as_dict.get("function") or {})
     try:
-        function["arguments"] = json.loads(function["arguments"])
-    except (KeyError, TypeError, json.JSONDecodeError):
+        arguments = json.loads(function["arguments"])
+        json.dumps(arguments, ensure_ascii=False).encode()  # half a surrogate pair has no tokens
+    except (KeyError, TypeError, *NO_JSON):
         return as_dict
-    return {**as_dict, "function": function}
+    return {**as_dict, "function": {**function, "arguments": arguments}}

@@ -17,6 +17,8 @@ from hashlib import md5
 from itertools import islice
 from typing import Literal
 
+from environments.rewards.answers import MAX_CHARACTERS
+
 TaskName = Literal["chain", "add"]
 Split = Literal["train", "eval"]
 Operator = Literal["+", "-"]
@@ -76,9 +78,9 @@ def final_line(answer: int) -> str:
 
 
 def extract_answer(text: str) -> int | None:
-    """Return the number after the last `####`, or None if there is none."""
+    """Return the number after the last `####`; None if there is none, or one longer than any answer."""
     found = _ANSWER.findall(text)
-    return int(found[-1]) if found else None
+    return int(found[-1]) if found and len(found[-1]) <= MAX_CHARACTERS else None
 
 
 def grade(text: str, answer: int) -> float:

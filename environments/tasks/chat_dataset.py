@@ -340,7 +340,7 @@ def _tools_of(row: Row, where: str) -> Sequence[Any] | None:
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataUnusable(f"{where}, column tools: it is not JSON ({error}); give a list of functions") from error
     if not tools:
         return None

@@ -26,6 +26,8 @@ SPLIT_NAMES: Mapping[str, tuple[str, ...]] = {
     "test": ("test", "validation", "valid", "val", "eval", "dev"),
 }
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
 Split = Literal["train", "test"]
 Records = Iterable[tuple[int, Any]]
 """Records with the number of each, from 1: its line or row."""
@@ -117,7 +119,7 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
     """Read a list of records, or an object with one; a file of JSON lines is often named `.json` as well."""
     text = path.read_text(encoding=ENCODING)
     try:
-        content = json.loads(text)
+        content = _loads(text)
     except (ValueError, RecursionError):
         return _read_lines(path)
     if isinstance(content, Mapping):
@@ -128,9 +130,21 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
 
 def parse_line(line: str | bytes, where: str) -> Any:
     try:
-        return json.loads(line)
+        return _loads(line)
     except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of too many digits
         raise DataUnusable(f"{where}: not a JSON object ({error})") from None
+
+
+def _loads(text: str | bytes) -> Any:
+    """Decode JSON; half a surrogate pair, as a text that was cut in an emoji ends in, becomes `?`: no tokenizer and no
+    group can hold it.
+    """
+    content = json.loads(text)
+    if _SURROGATE.search(text if isinstance(text, str) else text.decode("utf-8", "replace")) is None:
+        return content
+    written = json.dumps(content, ensure_ascii=False)
+    readable = written.encode("utf-8", "replace").decode()
+    return content if readable == written else json.loads(readable)
 
 
 def _read_parquet(path: Path, columns: Choose) -> Iterator[tuple[int, Any]]:

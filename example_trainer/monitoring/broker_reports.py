@@ -204,7 +204,7 @@ class RunReporter:
         except BrokerRefused as error:
             self._refused = error.status in NO_SUCH_ROUTE and error.kind != "unknown-run"
             logger.debug("the broker refused a report: %s", error)
-            return error.status < 500
+            return not error.is_passing
         except AtroposError as error:
             logger.debug("a report is kept for later: %s", error)
             return False

@@ -161,7 +161,7 @@ class Registration:
                 )
         except TimeoutError:
             return self._note_failure("the broker does not answer")
-        except BrokerUnreachable as error:
+        except (BrokerUnreachable, BrokerHostUnknown) as error:
             return self._note_failure(str(error))
         except BrokerRefused as error:
             if error.kind == "lease-ended":
@@ -173,14 +173,14 @@ class Registration:
     async def drain(self) -> None:
         """Tell the broker that the server ends, so that it gets no more requests; ignore an unreachable broker."""
         self._draining = True
-        with suppress(TimeoutError, BrokerUnreachable, BrokerRefused):
+        with suppress(TimeoutError, BrokerUnreachable, BrokerHostUnknown, BrokerRefused):
             async with asyncio.timeout(LEAVE_SECONDS):
                 await self._broker.renew_server(self.identity.server_id, self._report())
 
     async def leave(self) -> None:
         """End the lease; an unreachable broker is ignored."""
         self._lease_ends = -math.inf
-        with suppress(TimeoutError, BrokerUnreachable, BrokerRefused):
+        with suppress(TimeoutError, BrokerUnreachable, BrokerHostUnknown, BrokerRefused):
             async with asyncio.timeout(LEAVE_SECONDS):
                 await self._broker.remove_server(self.identity.server_id, lease_id=self.lease_id)
 

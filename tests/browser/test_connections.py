@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
+import httpx
 import pytest
 
 from atropos_api.broker import Broker
@@ -100,6 +101,26 @@ def test_the_next_tab_takes_over_when_the_one_with_the_stream_is_closed(browser:
         run.step(2)
         second.wait("document.body.innerText.includes('v2')", seconds=15)
         streams.wait_for(1)
+
+
+def test_a_tab_that_takes_over_continues_after_the_last_event_that_it_was_told(browser: Browser) -> None:
+    with served_broker() as url, BrokerClient(url) as client, tabs(browser, 1) as (second,):
+        run = begin_demo(client, 1)
+        first = browser.page(window=True)
+        show(first, url)
+        first.wait("document.getElementById('connection').dataset.state === 'live'")
+        show(second, url)
+        time.sleep(1.5)
+        run.step(2)
+        second.wait("document.body.innerText.includes('v2')", seconds=15)
+        known = max(event["id"] for event in httpx.get(f"{url}/v1/events/recent").json()["events"])
+        first.close()
+        deadline = time.monotonic() + 15
+        while not (asked := [one for one in second.requests if "/v1/events?" in one]):
+            assert time.monotonic() < deadline
+            second.run("0")
+            time.sleep(0.1)
+        assert int(parse_qs(urlsplit(asked[0]).query)["after"][0]) >= known
 
 
 def test_a_hidden_tab_reads_no_stream_keeps_its_title_and_is_up_to_date_when_it_is_looked_at(

@@ -79,12 +79,16 @@ export class Live {
     } else if (message.kind === "bye") {
       this.leaderSeen = 0;
       if (!document.hidden) this.join();
-    } else if (message.kind === "pass" && !this.leads) this.take(message.content);
+    } else if (message.kind === "pass" && !this.leads) {
+      // A tab that leads later continues here: events that are sent again would open its view again.
+      if (message.lastId) this.lastId = message.lastId;
+      this.take(message.content);
+    }
   }
 
   pass(content) {
     this.take(content);
-    this.say({ kind: "pass", content });
+    this.say({ kind: "pass", content, lastId: this.lastId });
   }
 
   /** Hand something to this tab, and to the others if this one leads. */

@@ -62,7 +62,7 @@ class RegisteredServers:
                     self.policy, answering=True, since=epoch, wait_seconds=0.0 if epoch is None else FOLLOW_SECONDS
                 )
             except (BrokerUnreachable, BrokerRefused) as error:
-                if isinstance(error, BrokerRefused) and error.status < 500:
+                if isinstance(error, BrokerRefused) and not error.is_passing:
                     raise
                 logger.warning("%s; the inference servers stay as they are", error)
                 await anyio.sleep(PAUSE_SECONDS)

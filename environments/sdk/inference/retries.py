@@ -80,6 +80,8 @@ class ServerChannel:
         self._recovered: anyio.Event | None = None
         self._avoided_seconds = 0.0
         self._avoided_until = 0.0
+        self._answered = False
+        """True once the server has answered: its name is right, so a lookup that fails later is an outage."""
 
     @property
     def up(self) -> bool:
@@ -184,7 +186,7 @@ class ServerChannel:
                 return outcome
 
     def _should_retry(self, outcome: Outcome, server_errors: int) -> bool:
-        unknown_host = isinstance(outcome, OSError) and find_host_error(outcome) is not None
+        unknown_host = isinstance(outcome, OSError) and find_host_error(outcome, answered=self._answered) is not None
         return self.config.health_check and not unknown_host and server_errors < SERVER_ERROR_ATTEMPTS
 
     def _content_or_raise(self, outcome: Outcome, url: str) -> bytes:
@@ -199,7 +201,7 @@ class ServerChannel:
 
     def _unreachable(self, error: OSError) -> InferenceHostUnknown | InferenceUnavailable:
         url = self.config.base_url
-        if (unknown := find_host_error(error)) is not None:
+        if (unknown := find_host_error(error, answered=self._answered)) is not None:
             return InferenceHostUnknown(f"the host of {url} cannot be resolved ({unknown}); check --openai.base_url")
         return InferenceUnavailable(
             f"no inference server answers at {url} ({type(error).__name__} {error}); start it or set --openai.base_url"
@@ -224,6 +226,7 @@ class ServerChannel:
             if call.streamed:
                 raise InferenceUnavailable(f"the answer of {call.url} ended early: {_describe(error)}") from error
             return error
+        self._answered = True
         if outcome.status not in RETRIED_STATUSES:
             self._avoided_seconds = self._avoided_until = 0.0
         return outcome

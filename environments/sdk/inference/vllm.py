@@ -170,7 +170,7 @@ class VllmServer(HttpServer):
             samples = events.finished()
         if policy is not None and policy.version is not None:
             for sample in samples:
-                sample.versions = [(0, len(sample.tokens), policy.version)]
+                sample.versions = [(0, len(sample.tokens), policy.version)] if sample.tokens else []
         return samples
 
     def _read(self, body: bytes) -> list[Sample]:

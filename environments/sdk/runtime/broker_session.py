@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from atropos_api.common.concurrency import Condition
+from atropos_api.common.concurrency import Condition, Wait
 from atropos_api.common.errors import AtroposError
 from atropos_api.wire.groups import Group
 from atropos_api.wire.messages import EnvironmentInfo, EnvironmentRequest, ItemLease, ItemRequest, Pacing
@@ -62,10 +62,19 @@ class BrokerConnection:
 
     async def register(self) -> EnvironmentInfo:
         """Wait for the broker and register, or register again after the broker has forgotten this environment."""
-        await self._client.wait_until_ready(self._wait_timeout_seconds, logger.info)
-        self.info = await self._client.register_environment(self._request)
-        self._adopt(self.info.pacing, authoritative=True)
-        return self.info
+        wait = Wait(self._wait_timeout_seconds)
+        while True:
+            await self._client.wait_until_ready(self._wait_timeout_seconds, logger.info)
+            try:
+                self.info = await self._client.register_environment(self._request)
+            except AtroposError as error:  # a broker that has just become ready may end again
+                if wait.is_over or not _is_outage(error):
+                    raise
+                logger.warning("%s; waiting for the broker", error)
+                await anyio.sleep(PAUSE_SECONDS)
+            else:
+                self._adopt(self.info.pacing, authoritative=True)
+                return self.info
 
     def hand_in(self, group: Group, key: GroupKey | None = None, run_id: str | None = None) -> None:
         """Queue a group for submission, under the key of its item if it has one; `run_id` None: for the open run."""
@@ -207,10 +216,9 @@ class BrokerConnection:
 
     async def _recover(self, error: Exception) -> None:
         """Wait and register again after an outage or a broker that lost its state; raise any other error."""
-        from atropos_api.client import BrokerRefused, BrokerUnreachable
+        from atropos_api.client import BrokerRefused
 
-        unavailable = isinstance(error, BrokerUnreachable) or (isinstance(error, BrokerRefused) and error.status >= 500)
-        if unavailable:
+        if _is_outage(error):
             logger.warning("%s; waiting for the broker", error)
             await anyio.sleep(PAUSE_SECONDS)
         elif not (isinstance(error, BrokerRefused) and error.kind == "unknown-environment"):
@@ -248,6 +256,13 @@ class BrokerConnection:
             logger.warning("paused by the broker: %s", pacing.paused_because)
         if known != pacing:
             self.changed.notify()
+
+
+def _is_outage(error: Exception) -> bool:
+    """Return True for an error that is over once the broker is up again."""
+    from atropos_api.client import BrokerRefused, BrokerUnreachable
+
+    return isinstance(error, BrokerUnreachable) or (isinstance(error, BrokerRefused) and error.is_passing)
 
 
 def _lacks_route(error: BrokerRefused) -> bool:

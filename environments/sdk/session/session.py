@@ -37,7 +37,7 @@ from environments.sdk.session.prompt_tokens import Chat, DriftLog, Prompt, Promp
 from environments.sdk.session.tokens_and_masks import ESTIMATED, SequenceNode, current_split, log_nodes
 from environments.sdk.session.turns import DeltaWriter, OnDelta, SampleReader, Turn
 from environments.sdk.tokenizer import Codec
-from environments.sdk.tools import ToolParser, expected_call, tool_parser
+from environments.sdk.tools import NO_JSON, ToolParser, expected_call, tool_parser
 
 
 class ManagedSession:
@@ -385,5 +385,5 @@ def written(message: AssistantMessage) -> str:
 def _parsed(arguments: str) -> Any:
     try:
         return json.loads(arguments)
-    except json.JSONDecodeError:
+    except NO_JSON:
         return arguments

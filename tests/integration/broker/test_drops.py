@@ -3,6 +3,7 @@
 import logging
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -94,3 +95,16 @@ def test_a_group_that_an_atropos_client_is_refused_is_counted(url, client):
     answer = httpx.post(f"{url}/scored_data_list", json=[{"tokens": [[1]], "masks": [[1]], "scores": ["x"]}])
     assert answer.status_code == 422
     assert client.status()["dropped_groups"] == {"refused": 2}
+
+
+def test_senders_that_are_not_registered_are_counted_together(url, client):
+    """Their groups have no environment's name: Prometheus takes one sample of a name, and drops a second one."""
+    run = client.begin_run(RunRequest(name="run", batch_size=8, max_token_length=9, num_steps=0, max_staleness=0))
+    for env_id in (77, 78):
+        group = msgspec.structs.replace(make_group(4), env_id=env_id, policy_versions=[[(0, 1, 1)]] * 4)
+        assert httpx.post(f"{url}/scored_data", content=msgspec.json.encode(group)).status_code == 200
+    for version in (1, 3):
+        client.update_policy(PolicyUpdate(run_id=run.run_id, version=version, step=version, published_at=0.0))
+    assert counted(url) == {("", "too-old"): 2}
+    text = httpx.get(f"{url}/metrics").text
+    assert text.count('atropos_groups_dropped_total{environment="",reason="too-old"}') == 1

@@ -7,6 +7,7 @@ import pytest
 from atropos_api.broker import Broker
 from atropos_api.broker.environments import Environments, measure_liveness
 from atropos_api.broker.state import SteadyClock
+from atropos_api.store.factory import open_directory
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.wire.messages import EnvironmentRequest, RunRequest
 
@@ -65,3 +66,20 @@ def test_a_step_of_the_machines_clock_neither_ends_nor_stretches_liveness(hours)
 
 def test_a_broker_keeps_such_a_clock_unless_it_is_given_another():
     assert isinstance(Broker(MemoryLedger(), MemoryBodyLog()).state.clock, SteadyClock)
+
+
+def test_reading_the_store_again_forgets_no_sign_of_life(tmp_path):
+    """Otherwise an environment's weight and minimum would not count, and a second process would get its name."""
+    now = 0.0
+    broker = Broker(*open_directory(tmp_path, fsync="never", fresh=False), clock=lambda: now)
+    first, second = (EnvironmentRequest(name="e", process=one, group_size=4, max_token_length=9) for one in "ab")
+    environment_id = broker.register_environment(first).environment_id
+    now += 10 * TIMEOUT
+    with broker.state.environments.waiting("a"):
+        broker.heartbeat(environment_id, "a")
+        broker.rebuild()
+        assert [row.name for row in broker.state.alive_environments()] == ["e"]
+        assert broker.register_environment(second).display_name == "e_1"
+    broker.rebuild()
+    assert broker.register_environment(second).display_name == "e_1"
+    broker.close()

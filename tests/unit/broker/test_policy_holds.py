@@ -39,3 +39,13 @@ def test_a_hold_lasts_no_longer_because_the_clock_was_set_back_while_the_broker_
     assert broker.inner.policy_state().held_seconds == 60, "it was renewed"
     broker.now += 60
     assert broker.inner.policy_state().held_seconds == 0
+
+
+def test_nor_does_a_hold_of_a_run_that_was_closed_when_the_broker_came_back(broker):
+    broker.begin()
+    broker.inner.holds.hold(HoldRequest(seconds=60))
+    broker.begin(name="other")
+    broker.now -= 86_400
+    broker.restart()
+    broker.begin(resume=True)
+    assert broker.inner.policy_state().held_seconds == 60

@@ -92,3 +92,15 @@ def test_only_those_who_took_part_hear_that_a_run_has_finished(broker, restarted
     assert steps == [1, 8, 0]
     broker.begin(name="third")
     assert [broker.inner.heartbeat(env).state for env in (early, late, new)] == ["run", "run", "run"]
+
+
+@pytest.mark.parametrize("back_seconds", [0, 3600])
+def test_the_newest_run_of_a_name_is_resumed_also_after_the_clock_was_set_back(broker, back_seconds):
+    """The newest run's left-over groups and metrics are kept longest as well."""
+    broker.begin(name="asked for")
+    broker.now += 60 - back_seconds
+    broker.restart()
+    newest = broker.begin(name="asked for").run_id
+    broker.begin(name="other")
+    assert [row.name for row in broker.inner.state.runs.all()] == ["asked for", "asked for", "other"]
+    assert broker.begin(name="asked for", resume=True).run_id == newest

@@ -1,6 +1,7 @@
 """The clients repeat only calls that are safe to repeat, and report the cause if the broker does not answer."""
 
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
@@ -51,12 +52,13 @@ def test_a_run_is_not_begun_twice_because_an_answer_was_lost():
     assert len(calls) == 1
 
 
-def test_a_run_that_never_reached_the_broker_is_begun_again():
+@pytest.mark.parametrize("failure", [httpx.ConnectError("refused"), httpx.Response(408, json={"detail": "not whole"})])
+def test_a_run_that_never_reached_the_broker_is_begun_again(failure):
     info = {
         "run_id": "r", "epoch": 1, "next_batch": 1, "highest_policy_version": 0, "committed_batch": 0,
         "leftover_groups": 0,
     }  # fmt: skip
-    client, calls = client_of([httpx.ConnectError("refused"), httpx.Response(200, json=info)])
+    client, calls = client_of([failure, httpx.Response(200, json=info)])
     assert client.begin_run(RUN).epoch == 1
     assert len(calls) == 2
 
@@ -137,6 +139,41 @@ def test_a_mistyped_host_is_reported_at_once():
         with pytest.raises(BrokerHostUnknown):
             client.status()
     assert time.monotonic() - started < 30
+
+
+class LostName(httpx.BaseTransport, httpx.AsyncBaseTransport):
+    """A broker whose name cannot be looked up any more after its first answer, for some calls."""
+
+    def __init__(self, failures):
+        self._left = [None, *[socket.gaierror(socket.EAI_AGAIN, "no name server answers")] * failures]
+
+    def handle_request(self, request):
+        failure = self._left.pop(0) if self._left else None
+        if failure is not None:
+            raise httpx.ConnectError(str(failure), request=request) from failure
+        return httpx.Response(200, json={})
+
+    async def handle_async_request(self, request):
+        return self.handle_request(request)
+
+
+def test_a_name_server_that_fails_while_a_run_is_in_progress_is_an_outage():
+    with BrokerClient("http://of-a-pod.test:8000", transport=LostName(failures=3)) as client:
+        client.status()
+        assert client.status() == {}
+    with BrokerClient("http://of-a-pod.test:8000", transport=LostName(99), retry_seconds=0.1) as client:
+        client.status()
+        with pytest.raises(BrokerUnreachable, match="no name server answers"):
+            client.status()
+        with pytest.raises(BrokerUnreachable):
+            client.wait_until_ready(0.1)
+
+
+@pytest.mark.anyio
+async def test_the_async_client_waits_for_a_name_server_too():
+    async with AsyncBrokerClient("http://of-another-pod.test:8000", transport=LostName(failures=3)) as client:
+        await client.wait_until_ready(5)
+        await client.leave(1)
 
 
 def test_waiting_ends_with_the_words_people_search_for():

@@ -10,6 +10,7 @@ from environments.sdk.config import APIServerConfig
 from environments.sdk.runtime.commands import evaluate_alone
 from environments.sdk.server_manager import ServerManager
 from environments.sdk.testing import FakeInference, InProcess
+from environments.sdk.tools import FunctionCall, ToolCall
 from environments.tool_server import ToolEnv, ToolEnvConfig
 
 pytestmark = pytest.mark.anyio
@@ -97,6 +98,15 @@ async def test_only_the_last_word_counts(make, turns, score, requests):
     group, _ = await env.collect_trajectories(await env.get_next_item())
     assert group["scores"] == [score] * 2
     assert len(fake.requests) == 2 * requests
+
+
+@pytest.mark.parametrize(
+    "arguments", ["{", '{"code": ' + "9" * 5000 + "}", "[" * 100_000], ids=["cut off", "long", "deep"]
+)
+async def test_a_call_whose_arguments_cannot_be_read_is_told_so(make, arguments):
+    env, _ = await make(["\\boxed{42}"])
+    result = await env.call(ToolCall(FunctionCall("python", arguments)))
+    assert result["content"].startswith("Error: the only tool is python")
 
 
 async def test_a_chat_that_is_full_ends_and_no_sequence_is_longer_than_the_trainer_takes(make):

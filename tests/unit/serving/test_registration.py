@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from atropos_api.broker import Broker, BrokerSettings
-from atropos_api.client import BrokerRefused, BrokerUnreachable
+from atropos_api.client import BrokerHostUnknown, BrokerRefused, BrokerUnreachable
 from atropos_api.errors import BrokerError
 from atropos_api.http.problems import STATUS_BY_KIND
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
@@ -28,6 +28,7 @@ class Scene:
     def __init__(self):
         self.now = 100.0
         self.connected, self.call_seconds, self.answer_seconds = True, 0.0, 0.0
+        self.failure = BrokerUnreachable("nothing answers")
         self.store = MemoryLedger(), MemoryBodyLog()
         self.reports = []
         self.restart()
@@ -50,7 +51,7 @@ class Scene:
 
     def _call(self, call):
         if not self.connected:
-            raise BrokerUnreachable("nothing answers")
+            raise self.failure
         self.now += self.call_seconds
         try:
             answer = call()
@@ -291,10 +292,12 @@ async def test_a_server_that_ends_tells_so_and_leaves(scene, make):
     assert refusal(server) == (503, "no-lease")
 
 
-async def test_an_end_does_not_wait_for_a_broker_that_is_not_there(scene, make):
+@pytest.mark.parametrize("kind", [BrokerUnreachable, BrokerHostUnknown])
+async def test_an_end_does_not_wait_for_a_broker_that_is_not_there(scene, make, kind):
     server = make()
     await server.renew()
-    scene.connected = False
+    scene.connected, scene.failure = False, kind("nothing answers")
+    await server.renew()
     await server.drain()
     await server.leave()
 

@@ -1,9 +1,14 @@
 """A store that cannot be opened is reported in one line that names the path."""
 
+import sqlite3
+from contextlib import closing
+
 import pytest
 
+from atropos_api.broker import Broker
 from atropos_api.common.errors import AtroposError
 from atropos_api.config import BrokerConfig
+from atropos_api.errors import StoreDamaged
 from atropos_api.store.factory import open_store
 
 
@@ -43,3 +48,39 @@ def test_it_is_one_line_with_the_place_and_a_way_out(tmp_path, kind):
 def test_what_is_no_place_at_all_is_refused_before_anything_is_made(place):
     with pytest.raises(ValueError, match="name a directory, say memory, or give the URL of a Redis"):
         BrokerConfig(store=place)
+
+
+@pytest.mark.parametrize("place", ["redis://[::1/0", "rediss://user:pa@55word@[::1/0", "redis://host:99999/0"])
+def test_a_malformed_address_of_a_redis_is_one_line_without_its_password(place):
+    pytest.importorskip("redis")
+    with pytest.raises(AtroposError, match="write redis://host:port/database") as caught:
+        open_store(place)
+    assert "\n" not in str(caught.value)
+    assert "55word" not in str(caught.value)
+
+
+def damage_rows(place):
+    with closing(sqlite3.connect(place / "ledger.sqlite")) as ledger, ledger:
+        ledger.execute("INSERT INTO runs VALUES ('run', '{}')")
+
+
+def damage_pages(place):
+    with closing(sqlite3.connect(place / "ledger.sqlite")) as ledger:
+        ledger.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        (root,) = ledger.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'groups'").fetchone()
+        (size,) = ledger.execute("PRAGMA page_size").fetchone()
+    with (place / "ledger.sqlite").open("r+b") as file:
+        file.seek((root - 1) * size)
+        file.write(b"\xff" * size)
+
+
+@pytest.mark.parametrize("damage", [damage_rows, damage_pages])
+def test_a_ledger_that_opens_and_cannot_be_read_is_one_line_too(tmp_path, damage):
+    for part in reversed(open_store(str(tmp_path))):
+        part.close()
+    damage(tmp_path)
+    ledger, bodies = open_store(str(tmp_path))
+    with pytest.raises(StoreDamaged, match=r"cannot be used as the broker's ledger: .*--fresh begins anew"):
+        Broker(ledger, bodies)
+    bodies.close()
+    ledger.close()

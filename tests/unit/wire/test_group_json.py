@@ -132,3 +132,55 @@ def test_r38a_a_null_among_overrides_is_kept_as_an_empty_object_and_its_neighbou
 def test_bodies_of_another_shape_are_the_callers_fault(body):
     with pytest.raises(InvalidRequest):
         decode_submission(body)
+
+
+@pytest.mark.parametrize("count", [2, 4000])
+@pytest.mark.parametrize("number", ["3.4028236e38", "-1e39", "1e300", "1" + "0" * 39, "4" + "0" * 38 + ".5", "1" * 60])
+@pytest.mark.parametrize("key", ["advantages", "ref_logprobs", "inference_logprobs", "scores"])
+def test_a_number_that_is_infinite_for_every_trainer_is_refused(key, number, count):
+    """Trainers compute in 32 bits: such a group would end a run, and again each time that it is resumed."""
+    place = "scores[0]" if key == "scores" else f"{key}[0][0]"
+    values = "[0.0]" if key == "scores" else json.dumps([[0.0] + [-0.5] * (count - 1)])
+    group = {"tokens": [[1] * count], "masks": [[1] * count], "scores": [0.5], key: "-"}
+    body = json.dumps(group).replace('"-"', values.replace("0.0", number, 1)).encode()
+    for check_one in (check_body, lambda text: check_group(decode_fields(text))):
+        with pytest.raises(InvalidGroup) as refused:
+            check_one(body)
+        assert (refused.value.field, refused.value.reason) == (place, "a number that is finite in 32 bits is needed")
+
+
+@pytest.mark.parametrize("count", [2, 4000])
+@pytest.mark.parametrize("number", ["3.4028235e38", "-3.4028234663852886e+38", "3" + "0" * 38, "1e-300", "1" * 38])
+def test_the_largest_number_of_32_bits_is_accepted(number, count):
+    values = json.dumps([[0.0] + [-0.5] * (count - 1)]).replace("0.0", number, 1)
+    group = {"tokens": [[1] * count], "masks": [[1] * count], "scores": [0.5], "advantages": "-"}
+    checked = check_body(json.dumps(group).replace('"-"', values).encode())
+    assert number.encode() in checked.text
+
+
+def nested(levels, field="images"):
+    fields = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [0.5], field: "-"}
+    return json.dumps(fields).replace('"-"', "[" * levels + "]" * levels).encode()
+
+
+@pytest.mark.parametrize("field", ["images", "an own key"])
+@pytest.mark.parametrize("check_one", [check_body, lambda body: check_group(decode_fields(body))])
+def test_a_group_that_is_nested_too_deep_for_a_trainer_is_refused(check_one, field):
+    """How many levels a decoder reads depends on how deep in its program it is called, also in the broker."""
+    with pytest.raises(InvalidGroup) as refused:
+        check_one(nested(257, field))
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("check_one", [check_body, lambda body: check_group(decode_fields(body))])
+def test_the_deepest_group_can_be_read_deep_in_a_program(check_one):
+    text = b'{"batch":[%b]}' % finish_text(check_one(nested(256)), None)
+
+    def read(frames, decode):
+        return read(frames - 1, decode) if frames else decode(text)["batch"][0]["scores"]
+
+    assert read(400, msgspec.json.decode) == read(400, json.loads) == [0.5]
+
+
+def test_brackets_in_a_text_are_no_levels():
+    assert check(images="[" * 9999).size == 2

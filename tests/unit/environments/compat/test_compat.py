@@ -100,6 +100,11 @@ def test_apostrophes_survive_the_parsing_of_a_tool_call():
     assert utils.parse_tool_call("no call") == ("-ERROR-", {}, True)
 
 
+@pytest.mark.parametrize("body", ['{{"name": "say", "arguments": {}}}', "{[1]: 2}", "{'name': }", "(" * 1000])
+def test_what_a_model_wrote_as_a_call_and_is_none_fails_nothing(body):
+    assert utils.parse_tool_call(f"<tool_call>{body}</tool_call>") == ("-ERROR-", {}, True)
+
+
 def test_thoughts_are_shortened_to_the_last_paragraph_that_fits(tokenizer):
     text = "<think>one two three\n\nfour</think>ended"
     short = utils.truncate_thinking(text, tokenizer, 5)

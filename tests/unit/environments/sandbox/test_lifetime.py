@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -13,8 +14,8 @@ import anyio
 import psutil
 import pytest
 
-from environments.sandbox import isolation, limits
-from environments.sandbox.python_tool import MECHANISMS, PythonTool, SandboxUnavailable
+from environments.sandbox import isolation, limits, python_tool
+from environments.sandbox.python_tool import MECHANISMS, PythonTool, SandboxFailed, SandboxUnavailable
 
 from .conftest import DRIVER, python_path
 
@@ -122,6 +123,19 @@ async def test_giving_up_a_run_ends_it(tool, mark):
         await begun(mark)
         group.cancel_scope.cancel()
     await anyio.to_thread.run_sync(wait_until, lambda: not marked(mark))
+
+
+async def test_a_machine_without_a_process_or_a_file_left_fails_a_run_and_not_the_environment(tool, monkeypatch):
+    def out_of_files(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    tool._idle.clear()  # the next run needs a supervisor of its own
+    with monkeypatch.context() as patched:
+        patched.setattr(python_tool.subprocess, "Popen", out_of_files)
+        with pytest.raises(SandboxFailed, match="Too many open files") as caught:
+            await tool.run("1")
+    assert not caught.value.ends_server
+    assert (await tool.run("6 * 7")).as_text() == "42"
 
 
 async def test_closing_the_tool_ends_what_runs(tool, mark):

@@ -36,11 +36,14 @@ class ScriptedClient:
         self.failures = list(failures)
         self.taken = {}
         self.registrations = 0
+        self.refusals = []
 
     async def wait_until_ready(self, timeout_seconds, on_wait):
         pass
 
     async def register_environment(self, request):
+        if self.refusals:
+            raise self.refusals.pop(0)
         self.registrations += 1
         return EnvironmentInfo(
             environment_id=self.registrations,
@@ -106,6 +109,15 @@ async def test_a_broker_that_forgot_the_environment_is_registered_with_again():
     assert client.registrations == 2
 
 
+async def test_a_broker_that_ends_again_before_it_registers_an_environment_is_waited_for():
+    client = ScriptedClient()
+    client.refusals = [BrokerUnreachable("gone again"), BrokerRefused({"detail": "it stops"}, 503)]
+    assert await send_all(client, [group(1)]) == Counter([1])
+    client.refusals = [BrokerRefused({"type": "x/invalid-request", "detail": "no such weight"}, 422)]
+    with pytest.raises(BrokerRefused, match="no such weight"):
+        await send_all(client, [])
+
+
 async def test_a_refused_group_costs_its_neighbours_nothing(caplog):
     def refuse_three(groups):
         if any(one.tokens[0][0] == 3 for one in groups):
@@ -115,6 +127,13 @@ async def test_a_refused_group_costs_its_neighbours_nothing(caplog):
     taken = await send_all(client, [group(n) for n in range(6)])
     assert taken == Counter([0, 1, 2, 4, 5])
     assert "not finite" in caplog.text
+
+
+@pytest.mark.parametrize("status", [408, 500, 503])
+async def test_a_refusal_that_passes_ends_nothing(status):
+    """408: code of the environment blocked the event loop for ten seconds while a request was begun."""
+    client = ScriptedClient(BrokerRefused({"detail": "no complete request arrived"}, status))
+    assert await send_all(client, [group(1)]) == Counter([1])
 
 
 async def test_a_broker_that_refuses_the_sender_ends_the_server():

@@ -1,5 +1,6 @@
 """Groups before they are sent: aligned, complete, and rejected only for a reason."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -154,6 +155,8 @@ def test_arrays_are_taken_as_lists():
     group = to_wire({**arrays, "scores": np.array([0.0, 1.0]), "inference_logprobs": logprobs}, SampleLog("train"))
     assert (group.tokens, group.masks) == ([[5, 6], [5, 7]], [[-100, 6], [-100, 7]])
     assert (group.scores, group.inference_logprobs) == ([0.0, 1.0], [[1.0, -0.5], [1.0, -0.25]])
+    optional = {"ref_logprobs": logprobs, "distill_token_ids": np.zeros((2, 2, 3), int), "distill_logprobs": logprobs}
+    assert msgspec.json.encode(to_wire({**arrays, "scores": [0, 1], **optional}, SampleLog("train")))
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,9 @@ async def test_a_foreign_server_that_tells_no_version_leaves_it_unknown(tokenize
 class PlainVllm:
     """vLLM's own server: no `/generate`, a description of its routes, and an adapter for each requested name."""
 
-    def __init__(self):
+    def __init__(self, tokens=(7, 8)):
         self.asked = []
+        self.tokens = tokens
 
     async def request(self, method, url, body):
         path = url.removeprefix("http://fake")
@@ -78,12 +79,21 @@ class PlainVllm:
             return Response(404, b'{"detail": "Not Found"}')
         fields = msgspec.json.decode(body)
         self.asked.append((path, fields))
-        choice = {"token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, -0.25]}, "finish_reason": "length"}
+        logprobs = {"token_logprobs": [-0.5, -0.25][: len(self.tokens)]}
+        choice = {"token_ids": self.tokens, "logprobs": logprobs, "finish_reason": "length"}
         message = {"role": "assistant", "content": "ok"}
         return Response(200, msgspec.json.encode({"choices": [{**choice, "index": 0, "message": message}]}))
 
     async def aclose(self):
         pass
+
+
+async def test_an_empty_answer_of_a_plain_vllm_has_no_version(tokenizer):
+    """The broker refuses a group with a span over no token."""
+    servers = manager(tokenizer, config("vllm"), transport=PlainVllm(tokens=()))
+    servers.follow("policy-v6", 6)
+    (sample,) = await servers.servers[0].generate([3, 4], Sampling(max_tokens=2), "train")
+    assert (sample.tokens, sample.versions) == ([], [])
 
 
 async def test_r23_a_plain_vllm_is_asked_for_the_policys_name_which_tells_the_version_of_what_it_samples(tokenizer):

@@ -1,5 +1,6 @@
 """The server channel waits out an outage with one probe, and reports mistakes at once."""
 
+import socket
 import time
 
 import anyio
@@ -94,6 +95,16 @@ async def test_a_mistyped_host_is_reported_at_once():
         await line.post("http://no-such-host.invalid:9001/generate", b"{}", "train")
     await line.aclose()
     assert time.monotonic() - started < 30
+
+
+async def test_a_name_server_that_fails_while_a_run_is_in_progress_is_an_outage():
+    lost = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    transport = Scripted(Response(200, b"1"), lost, lost, Response(200, b"2"))
+    line = ServerChannel(
+        APIServerConfig(base_url="http://of-a-pod.test:9001/v1"), wait_timeout_seconds=60, transport=transport
+    )
+    assert await line.post("http://of-a-pod.test:9001/generate", b"{}", "train") == b"1"
+    assert await line.post("http://of-a-pod.test:9001/generate", b"{}", "train") == b"2"
 
 
 async def test_evaluation_has_its_own_limit():

@@ -1,11 +1,14 @@
 """Sessions over templates, tools, branches and clients that change history: one test for each known fault."""
 
 import sys
+import time
 from types import SimpleNamespace
 
 import anyio
 import pytest
 
+from environments.compat import utils
+from environments.math_server_zero import boxed_answer
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import ToolParserUnknown
 from environments.sdk.inference.vllm import VllmServer
@@ -15,13 +18,15 @@ from environments.sdk.session.session import ManagedSession
 from environments.sdk.session.tokens_and_masks import NOT_TRAINED
 from environments.sdk.testing import FakeInference, InProcess
 from environments.sdk.testing_servers import TEMPLATES, make_chat_tokenizer
-from environments.sdk.tools import HermesParser, JsonParser, ToolCall, tool_parser
+from environments.sdk.tools import HermesParser, JsonParser, ToolCall, tool_parser, with_parsed_arguments
 
 pytestmark = pytest.mark.anyio
 
 QUESTION = {"role": "user", "content": "How many?"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"text": "it\'s 1"}}\n</tool_call>'
+LONG_NUMBER = '<tool_call>{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>"
+"""Python refuses to read such a number, and a model that repeats itself writes one."""
 
 
 @pytest.fixture(scope="module")
@@ -225,12 +230,39 @@ async def test_tool_choice_none_leaves_the_text_and_required_reads_bare_json(tok
         (JsonParser(), '<|python_tag|>{"name": "a"}; {"name": "b"}', "", ["a", "b"]),
         (JsonParser(), 'The answer is {"name": "a"}', 'The answer is {"name": "a"}', []),
         (JsonParser(), '{"title": "no call"}', '{"title": "no call"}', []),
+        (HermesParser(), LONG_NUMBER, LONG_NUMBER, []),
     ],
 )
 def test_tool_parsers(parser, text, content, names):
     found = parser.parse(text)
     assert found.content == content
     assert [call.function.name for call in found.calls] == names
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (HermesParser().parse, "<tool_call>{" + " " * 50_000 + "?"),
+        (JsonParser().parse, "```json\n{" + "\n" * 50_000 + "?```"),
+        (JsonParser().parse, "```json\n{" + "\n" * 50_000 + "?"),
+        (utils.extract_tool_call, "<tool_call>" * 10_000),
+        (boxed_answer, "<answer>" * 10_000),
+        (boxed_answer, "<answer></answer>" * 10_000),
+    ],
+)
+def test_a_model_that_repeats_itself_without_end_is_read_in_no_time(parse, text):
+    """The event loop stands still meanwhile: for twenty seconds once."""
+    began = time.thread_time()
+    parse(text)
+    assert time.thread_time() - began < 1.0
+
+
+def test_half_a_surrogate_pair_in_a_call_can_be_sent_and_rendered():
+    """JSON can express it, UTF-8 and tokens cannot."""
+    (found,) = HermesParser().parse('<tool_call>{"name": "say", "arguments": {"text": "\\ud83d"}}</tool_call>').calls
+    assert found.function.arguments.encode() == rb'{"text": "\ud83d"}'
+    (message,) = with_parsed_arguments([{"role": "assistant", "tool_calls": [found]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == found.function.arguments
 
 
 class KnownParser:

@@ -4,7 +4,7 @@ import pytest
 
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import RequestRefused, TokensUnavailable
-from environments.sdk.groups import scored_group, to_wire
+from environments.sdk.groups import group_items, scored_group, scored_item, to_wire
 from environments.sdk.server_manager import ServerManager
 from environments.sdk.session.tokens_and_masks import ESTIMATED, NOT_TRAINED, SampleLog, record_samples
 from environments.sdk.testing import InProcess
@@ -51,8 +51,9 @@ async def test_estimated_tokens_are_marked_and_never_claim_logprobs(tokenizer):
         sample_log = SampleLog("train", nodes=list(session.nodes))
         del raw["policy_versions"]
         group = to_wire(raw, sample_log)
-    assert group.generation_params[ESTIMATED] is True
-    assert group.inference_logprobs is None
+        one_by_one = to_wire(group_items([scored_item(node, 1.0) for node in session.nodes]), sample_log)
+    assert group.generation_params[ESTIMATED] is one_by_one.generation_params[ESTIMATED] is True
+    assert group.inference_logprobs is one_by_one.inference_logprobs is None
     trained = [token for token in group.masks[0] if token != NOT_TRAINED]
     assert tokenizer.decode(trained) == "five<|end|>"
 

@@ -41,7 +41,15 @@ def test_a_seed_gives_the_same_stream_and_another_seed_another(task):
 
 @pytest.mark.parametrize(
     ("text", "answer"),
-    [("#### 47", 47), ("1+1=2\n#### 2\n#### 3", 3), ("#### -4", -4), ("47", None), ("####47", None), ("", None)],
+    [
+        ("#### 47", 47),
+        ("1+1=2\n#### 2\n#### 3", 3),
+        ("#### -4", -4),
+        ("47", None),
+        ("####47", None),
+        ("", None),
+        ("#### " + "9" * 5000, None),
+    ],
 )
 def test_the_last_marked_number_is_the_answer(text, answer):
     assert extract_answer(text) == answer

@@ -13,6 +13,7 @@ import pytest
 
 from environments.arithmetic_server import as_word_problems
 from environments.math_server_zero import EVAL_SETS
+from environments.tasks.chat_dataset import load_rows
 from environments.tasks.data import DataFields, Question, ShuffledEpochs, load_questions
 from environments.tasks.records import DataUnusable
 
@@ -36,6 +37,15 @@ def write(path: Path, *records: object) -> Path:
 )
 def test_every_usual_form_of_a_record_is_read(tmp_path: Path, record: object) -> None:
     assert load_questions(write(tmp_path / "d.jsonl", record), "train") == [Question("1+1", "2")]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_a_text_that_was_cut_in_an_emoji_can_be_tokenized_and_sent(tmp_path: Path, suffix: str) -> None:
+    """JSON can express half a surrogate pair; one such row made each evaluation fail."""
+    data = write(tmp_path / f"d{suffix}", {"question": "What is \ud83d", "answer": "\ud83d\ude00 2"})
+    assert load_questions(data, "train") == [Question("What is ?", "\U0001f600 2")]
+    (sample,) = load_rows(data, "train")
+    assert sample.question == "What is ?"
 
 
 def test_json_lists_and_parquet_hold_the_same_questions_as_lines(tmp_path: Path) -> None:
