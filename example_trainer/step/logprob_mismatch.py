@@ -44,15 +44,16 @@ class Alignment:
     def score_older(self, batch: TrainingBatch) -> Tensor:
         """Return logprob differences for a sample of sequences that the training forward does not cover.
 
-        Call it before that forward.
+        Call it before that forward. A score needs all ranks, so each takes part in those of the others' versions.
         """
         policy = self._learner.policy
         targets = batch.targets.to(policy.device)
+        sample = self._sample(batch)
         found = []
-        for version, rows in self._sample(batch).items():
+        for version in sorted(set().union(*self._learner.ranks.data.gather(list(sample)))):
             older = version != self._current
             with policy.with_weights(self._snapshots[version]) if older else nullcontext():
-                scored = self._learner.score(rows, targets)
+                scored = self._learner.score(sample.get(version, []), targets)
             chosen = (targets.versions == version) & ~scored.isnan()
             found.append(scored[chosen] - targets.rollout_logprobs[chosen])
         return torch.cat(found) if found else torch.empty(0)
