@@ -291,13 +291,18 @@ def _add(cost: Cost, member: Member, fence: Fence, ended: dict[str, Any]) -> Non
 
 
 def meeting_address(config: TrainingOptions, environ: Mapping[str, str]) -> tuple[str, int | None]:
-    """Return the host and port at which the servers meet the trainer; None for any free port.
+    """Return the host and port at which the servers meet the trainer; None for any free port."""
+    if config.broadcast_address is not None:
+        return split_address(config.broadcast_address)
+    return trainer_address(config.world_size, environ)
+
+
+def trainer_address(world_size: int, environ: Mapping[str, str]) -> tuple[str, int | None]:
+    """Return the host of the trainer, and the port that it may listen on there; None for any free port.
 
     `MASTER_PORT` is taken by the ranks' own group if there are several, and by torchrun if it has started this process.
     """
-    if config.broadcast_address is not None:
-        return split_address(config.broadcast_address)
-    port_is_taken = config.world_size > 1 or "TORCHELASTIC_RUN_ID" in environ
+    port_is_taken = world_size > 1 or "TORCHELASTIC_RUN_ID" in environ
     port = None if port_is_taken else environ.get("MASTER_PORT")
     return environ.get("MASTER_ADDR", LOOPBACK), int(port) if port else None
 
