@@ -32,6 +32,7 @@ from typing import Any, Self, TypeVar
 
 import psutil
 
+from atropos_api.common.identity import host_in_url
 from example_trainer.errors import CannotServe, ServerExited, ServerRefused, ServerUnavailable
 from example_trainer.options.server import as_arguments, server_settings
 from example_trainer.options.training_options import TrainingOptions
@@ -128,7 +129,7 @@ class VllmManager:
         # The kernel kills the child when the thread that started it ends, so this thread lasts as long as the manager.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="vllm-starter")
         self.token = secrets.token_hex(16)
-        self.url = f"http://{options.host}:{options.port}"
+        self.url = f"http://{host_in_url(options.host)}:{options.port}"
 
     @property
     def pid(self) -> int | None:

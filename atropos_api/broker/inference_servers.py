@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 from urllib.parse import urlsplit
 
-from atropos_api.common.identity import require_address
+from atropos_api.common.identity import host_in_url, require_address
 from atropos_api.errors import InvalidRequest, LeaseEnded, ServerIdInUse, UnknownServer
 from atropos_api.wire.servers import InferenceServer, ServerLease, ServerReport, ServerSet, ServerState
 
@@ -297,7 +297,7 @@ def _address(report: ServerReport, peer: str | None) -> str:
         return url
     if report.port is None or peer is None:
         raise InvalidRequest("url: a registration needs url, or the port at the host that it comes from", field="url")
-    return f"{report.scheme}://{f'[{peer}]' if ':' in peer else peer}:{report.port}"
+    return f"{report.scheme}://{host_in_url(peer)}:{report.port}"
 
 
 def _is_loopback(host: str | None) -> bool:

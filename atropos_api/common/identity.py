@@ -78,6 +78,11 @@ def require_host(host: str) -> str:
     return host
 
 
+def host_in_url(host: str) -> str:
+    """Return a host as URLs contain it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def is_this_host(host: str) -> bool:
     """Return True if a host is this machine: its name, the address of an interface, or the address of all interfaces.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.files import expand_home
-from atropos_api.common.identity import LOOPBACK_NAMES, is_this_host
+from atropos_api.common.identity import LOOPBACK_NAMES, host_in_url, is_this_host
 from atropos_api.common.secrets import TOKEN_VARIABLE, TokenSource
 from example_trainer.launcher.run_file import RunConfig, RunSettings
 from example_trainer.launcher.teacher import TEACHER_SERVER, own_teacher
@@ -50,7 +50,7 @@ class Endpoints:
     def vllm_urls(self) -> tuple[str, ...]:
         """The addresses of the servers that are known before they start."""
         host = LOOPBACK if self.server_host in EVERYWHERE else self.server_host
-        return self.remote_urls or tuple(f"http://{host}:{port}" for port in self.vllm_ports if port)
+        return self.remote_urls or tuple(f"http://{host_in_url(host)}:{port}" for port in self.vllm_ports if port)
 
 
 def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> Endpoints:
@@ -61,7 +61,7 @@ def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> En
     given = config.model_fields_set
     host = _broker_host(settings)
     broker_port = None if "atropos_url" in given else _broker_port(settings, held, host)
-    broker_url = config.atropos_url if broker_port is None else f"http://{_in_url(host)}:{broker_port}"
+    broker_url = config.atropos_url if broker_port is None else f"http://{host_in_url(host)}:{broker_port}"
     remote = config.remote_servers
     ports = () if remote else _vllm_ports(settings, held)
     return Endpoints(
@@ -96,10 +96,6 @@ def _broker_host(settings: RunSettings) -> str:
     except OSError as error:
         raise ConfigError(f"--api.host {asked}: {error.strerror}; name an address of this machine") from error
     return asked
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _own_address(head: tuple[str, int]) -> str:

@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from atropos_api.common.cliconfig import ConfigError, check_keys, load_config, nearest, read_config_file
+from atropos_api.common.identity import is_this_host
 from atropos_api.common.option_flags import aliases, named_in
 from example_trainer.config import TrainingConfig, settings_from
 from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, read_environments
@@ -35,7 +36,6 @@ from example_trainer.launcher.teacher import TEACHER, check_teacher, own_teacher
 from example_trainer.options.layout import BadLayout, DistributedLayout
 from example_trainer.options.modes import BridgeMode
 from example_trainer.options.presets import hand_on_environment_options, refuse_two_sizes
-from example_trainer.options.publish import THIS_HOST
 from example_trainer.options.server import below_flags, with_vllm_section
 from example_trainer.options.without_effect import SERVER_FIELDS, settings_without_effect
 from example_trainer.processes.gpus import serves_from_gpu
@@ -125,7 +125,7 @@ class RunConfig(TrainingConfig):
         """The addresses of the inference servers that the launcher does not start; none if it starts its own."""
         if self.uses_remote_server:
             return self.server_urls
-        starts = self.broadcasts and not self.inference_urls and self.vllm_host in THIS_HOST
+        starts = self.broadcasts and not self.inference_urls and is_this_host(self.vllm_host)
         return () if starts or not self.num_inference_nodes or self.registered_servers else self.server_urls
 
 

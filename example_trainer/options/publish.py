@@ -11,13 +11,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from atropos_api.common.identity import Address, Host, split_address
+from atropos_api.common.identity import Address, Host, host_in_url, split_address
 from atropos_api.common.secrets import SECRET
 from example_trainer.options.modes import MODES, BridgeMode, Mode
 from example_trainer.options.vllm_settings import checked_settings
 
-THIS_HOST = frozenset({"127.0.0.1", "localhost", "::1"})
-"""Values of `--vllm-host` under which the inference server is on this host."""
 InFlight = Literal["auto", "drain", "recompute", "finish", "keep_kv"]
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks for which vLLM has buffers."""
@@ -165,7 +163,7 @@ class PublishOptions(BaseModel):
     @property
     def vllm_url(self) -> str:
         """The address of the server at `--vllm-port`."""
-        return f"http://{self.vllm_host}:{self.vllm_port}"
+        return f"http://{host_in_url(self.vllm_host)}:{self.vllm_port}"
 
     @property
     def mode(self) -> Mode:

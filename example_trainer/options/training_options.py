@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from atropos_api.common.identity import Address, is_this_host
+from atropos_api.common.identity import Address, host_in_url, is_this_host
 from atropos_api.common.observability import LogForm, MetricsHost, MetricsPort, TracesEndpoint
 from atropos_api.common.option_flags import aliases
 from atropos_api.common.secrets import SECRET
@@ -247,8 +247,8 @@ class TrainingOptions(
         if self.registered_servers:
             return ()
         count = max(1, self.num_inference_nodes)
-        ports = range(self.vllm_port, self.vllm_port + count)
-        return tuple(self.inference_urls or (f"http://{self.vllm_host}:{port}" for port in ports))
+        host, ports = host_in_url(self.vllm_host), range(self.vllm_port, self.vllm_port + count)
+        return tuple(self.inference_urls or (f"http://{host}:{port}" for port in ports))
 
     @property
     def local_servers(self) -> int:

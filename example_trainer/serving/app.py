@@ -27,6 +27,7 @@ from fastapi import FastAPI
 from prometheus_client import REGISTRY
 
 from atropos_api.client import AsyncBrokerClient
+from atropos_api.common.identity import host_in_url
 from atropos_api.common.logs import LogContext
 from example_trainer.errors import CannotServe
 from example_trainer.processes.ports import ServerSockets
@@ -442,4 +443,4 @@ def _reachable(host: str) -> str:
     """Return an address under which a server that listens on `host` can be reached from this machine."""
     if host in {"", "0.0.0.0", "::"}:  # noqa: S104  these are what is translated away
         return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
+    return host_in_url(host)

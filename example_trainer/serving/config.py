@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from atropos_api.common.cliconfig import load_config_with_rest
 from atropos_api.common.files import expand_home
-from atropos_api.common.identity import Address
+from atropos_api.common.identity import Address, host_in_url
 from atropos_api.common.observability import LogForm
 from atropos_api.common.secrets import SECRET, TokenSource
 from atropos_api.wire.servers import ServerMode
@@ -225,14 +225,13 @@ class ServerConfig(BaseModel):
         awaits = self.awaits_policy(environ)
         scheme: Literal["http", "https"] = "https" if encrypted else "http"
         is_named = self.host not in {"", "0.0.0.0", "::"}  # noqa: S104  these are every address, so the broker sees it
-        host = f"[{self.host}]" if ":" in self.host else self.host
         return RegistrationIdentity(
             server_id=self.server_id or _as_server_id(f"{socket.gethostname()}:{self.port}"),
             boot_id=boot_id,
             first_lease_id=secrets.token_hex(8),
             policy=self.policy,
             mode="fixed" if not awaits else "adapters" if self.enable_lora else "weights",
-            url=self.advertise_url or (f"{scheme}://{host}:{self.port}" if is_named else None),
+            url=self.advertise_url or (f"{scheme}://{host_in_url(self.host)}:{self.port}" if is_named else None),
             scheme=scheme,
             port=self.port,
         )

@@ -23,10 +23,9 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed
 
-from atropos_api.common.identity import split_address
+from atropos_api.common.identity import is_this_host, split_address
 from example_trainer.api import BackgroundCall
 from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable, TrainerError
-from example_trainer.options.publish import THIS_HOST
 from example_trainer.options.training_options import TrainingOptions
 from example_trainer.processes.ports import LOOPBACK, free_port
 from example_trainer.weight_protocol.broadcast_group import (
@@ -317,7 +316,7 @@ def port_at(address: str, held: ExitStack) -> int:
 
 def refuse_unreachable(address: str, urls: Sequence[str]) -> None:
     """Raise `PublishFailed` if a server on another host is to meet the trainer on this host's loopback interface."""
-    if is_loopback(address) and (far := [url for url in urls if urlsplit(url).hostname not in THIS_HOST]):
+    if is_loopback(address) and (far := [url for url in urls if not is_this_host(urlsplit(url).hostname or "")]):
         raise PublishFailed(
             f"the server at {far[0]} cannot meet the trainer at {address}, which is the loopback interface; set "
             "--broadcast-address to an address of this host that it reaches"

@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from atropos_api.common.identity import host_in_url
 from example_trainer.errors import ServerUnavailable, TrainerError
 from example_trainer.modeling.loading import policy_options
 from example_trainer.options.training_options import TrainingOptions
@@ -142,8 +143,7 @@ class CheckpointServer:
         self._names: frozenset[str] = frozenset()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listening = socket.create_server((host, port or 0), family=family)
-        shown = f"[{host}]" if ":" in host else host
-        self._url = f"http://{shown}:{self._listening.getsockname()[1]}"
+        self._url = f"http://{host_in_url(host)}:{self._listening.getsockname()[1]}"
         app = Starlette(routes=[Route("/{name}", self._answer)])
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
         self._server = uvicorn.Server(config)
