@@ -99,6 +99,15 @@ async def test_a_file_that_is_never_whole_is_not_a_checkpoint(checkpoint, server
         await download(source, copy)
 
 
+async def test_a_server_whose_disk_is_full_says_which(checkpoint, server, copy, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_download, "_continue", full)
+    with pytest.raises(CheckpointUnreadable, match=r"copy cannot hold the checkpoint: No space left.*TMPDIR"):
+        await download(server.offer(checkpoint, describe(checkpoint)), copy)
+
+
 @pytest.mark.parametrize("change", ["secret", "name"])
 async def test_only_the_offered_files_are_given_and_only_for_the_secret(checkpoint, server, copy, change):
     (checkpoint.parent / "private").write_text("x")
