@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -378,6 +379,25 @@ def test_ranks_agree_and_learn_what_rank_0_alone_may_do(tmp_path: Path) -> None:
     assert run_ranks(2, tmp_path / "meeting", agree) == [expected] * 2
     alone = {"led": "from 0", "gathered": [0], "most": 0, "any": [False, False]}
     assert agree(ONE) == alone
+
+
+def lose_the_other(ranks: Ranks) -> str:
+    exchanges: list[Callable[[], Any]] = [
+        lambda: ranks.max(1),
+        lambda: ranks.gather("here"),
+        lambda: ranks.sum(torch.ones(1)),
+        lambda: ranks.on_main(lambda: None),
+    ]
+    if ranks.rank == 0:
+        return ""
+    for exchange in exchanges:
+        with pytest.raises(RanksFailed, match="rank 1 of 2 has lost the others"):
+            exchange()
+    return "told"
+
+
+def test_a_rank_that_has_lost_the_others_says_so_in_every_exchange(tmp_path: Path) -> None:
+    assert run_ranks(2, tmp_path / "meeting", lose_the_other) == ["", "told"]
 
 
 def test_ranks_without_a_place_to_meet_are_told_which_to_name(monkeypatch: pytest.MonkeyPatch) -> None:
