@@ -18,7 +18,7 @@ SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"} | {
 
 def read_chat(value: Any, where: str) -> list[Mapping[str, Any]]:
     """Return the messages of a chat, each with role and content; raise `DataUnusable` for anything else."""
-    messages = [_with_role(message, where) for message in value] if isinstance(value, Sequence) else [None]
+    messages: list[Any] = [_with_role(message, where) for message in value] if isinstance(value, Sequence) else [None]
     if not all(
         isinstance(message, Mapping)
         and message.get("role")

@@ -63,10 +63,10 @@ class Alignment:
     def measure(self, result: StepResult, older: Tensor) -> dict[str, float]:
         """Return the alignment metrics of a step, from its own forward and from the result of `score_older`."""
         exact = [older.cpu()]
-        covered = self._current is not None and not self._learner.policy.has_dropout
-        if result.targets is not None and result.logprobs is not None and covered:
+        current = None if self._learner.policy.has_dropout else self._current
+        if result.targets is not None and result.logprobs is not None and current is not None:
             targets, logprobs = result.targets.to(torch.device("cpu")), result.logprobs.cpu()
-            same = _comparable(targets, self._current) & ~logprobs.isnan()
+            same = _comparable(targets, current) & ~logprobs.isnan()
             exact.append(logprobs[same] - targets.rollout_logprobs[same])
         return alignment_metrics(torch.cat(exact))
 
@@ -93,7 +93,7 @@ class Alignment:
         return by_version
 
 
-def _comparable(targets: Targets, version: int | None) -> Tensor:
+def _comparable(targets: Targets, version: int) -> Tensor:
     """Return a mask of the tokens of a version, without those drawn from an unknown part of the distribution."""
     same = targets.versions == version
     return same if targets.truncated_sampling is None else same & ~targets.truncated_sampling
