@@ -16,7 +16,7 @@ import wandb
 
 from example_trainer.cli import run_trackers
 from example_trainer.config import TrainingConfig
-from example_trainer.errors import TrainerError
+from example_trainer.errors import NotWritten, TrainerError
 from example_trainer.monitoring.health import HealthEvent
 from example_trainer.monitoring.trackers import (
     EVENTS_FILE,
@@ -40,6 +40,15 @@ def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
     (line,) = read_metrics(tmp_path / "metrics.jsonl")
     assert (line["step"], line["reward/mean"]) == (1, 0.5)
     assert "train/loss" not in line
+    tracker.close()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_disk_that_is_full_is_told_with_the_file_and_how_to_go_on(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to("/dev/full")
+    tracker = JsonlTracker(tmp_path)
+    with pytest.raises(NotWritten, match=rf"{name} cannot be written \(No space left on device\); .*--resume auto"):
+        tracker.log(1, {}) if name == "metrics.jsonl" else tracker.event(SIGN)
     tracker.close()
 
 
