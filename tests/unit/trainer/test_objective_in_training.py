@@ -122,7 +122,7 @@ def test_m2po_keeps_the_second_moment_of_a_batch_at_its_threshold(
 
 
 def test_m2po_judges_a_token_by_its_advantage_with_the_teachers_opinion(tiny_model: Path) -> None:
-    """Where rewards say nothing, the teacher alone says which tokens move away from the sampler."""
+    """The teacher alone says which tokens move away from the sampler if rewards say nothing."""
     settings = {"loss_type": "m2po", "m2_threshold": 0.05, "distill": "reverse_kl", "lr": 0.0}
     batch = stale(prepare(tiny_model, with_teacher(sample(tiny_model), 5), **settings))
     metrics = make_learner(tiny_model, **settings).train(batch).metrics
