@@ -12,8 +12,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Protocol, TextIO
@@ -251,17 +251,24 @@ def last_line(path: Path) -> dict[str, Any]:
 
 
 def _open_lines(path: Path, resumed_step: int | None) -> TextIO:
-    if resumed_step is not None and path.exists():
-        _keep_steps_up_to(path, resumed_step)
-    return path.open("a", encoding="utf-8", buffering=1)
+    with _naming(path):
+        if resumed_step is not None and path.exists():
+            _keep_steps_up_to(path, resumed_step)
+        return path.open("a", encoding="utf-8", buffering=1)
 
 
 def _write_line(file: TextIO, content: Mapping[str, Any]) -> None:
-    try:
+    with _naming(file.name):
         file.write(json.dumps(content) + "\n")
+
+
+@contextmanager
+def _naming(path: str | Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise NotWritten(
-            f"{file.name} cannot be written ({error.strerror}); free the space, and go on with --resume auto"
+            f"{path} cannot be written ({error.strerror}); free the space, and go on with --resume auto"
         ) from error
 
 
