@@ -28,7 +28,7 @@ from atropos_api.common.files import write_whole
 from atropos_api.wire import Batch, PolicyUpdate, RunInfo, RunRequest, ServerSet
 from atropos_api.wire.columns import MAGIC, pack_body
 from atropos_api.wire.columns_groups import NotColumnar, decode_batch, encode_group
-from example_trainer.errors import BadBatch, BatchTimeout, TrainerError
+from example_trainer.errors import BadBatch, BatchTimeout, NotWritten, TrainerError
 
 SUFFIX = ".atb"
 
@@ -41,8 +41,14 @@ def batch_path(directory: Path, number: int, *, rank: int = 0, world_size: int =
 
 def write_batch(path: Path, batch: Batch) -> None:
     """Write a temporary file in the same directory and rename it, so that a file named `path` is always complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, encode_batch(batch))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, encode_batch(batch))
+    except OSError as error:
+        raise NotWritten(
+            f"{path} cannot be written ({error.strerror}); free the space, or leave --save-batches out, and go on with "
+            "--resume auto"
+        ) from error
 
 
 def read_batch(path: Path) -> Batch:

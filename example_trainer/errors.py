@@ -37,6 +37,10 @@ class WrongDtype(TrainerError):
     """Weights of this dtype cannot be trained with these settings, or the server computes in another one."""
 
 
+class NotWritten(TrainerError):
+    """A file of metrics, events or batches cannot be written."""
+
+
 class MissingLogprobs(TrainerError):
     """A trained token came without the logprob under which it was sampled."""
 

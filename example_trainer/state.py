@@ -61,13 +61,16 @@ def random_state() -> RandomState:
 
 
 def restore_random(state: RandomState, *, rank: int = 0) -> None:
-    """Restore torch's generators from `random_state`; from the states of several ranks, take this rank's."""
+    """Restore torch's generators from `random_state`; from the states of several ranks, take this rank's.
+
+    Of the states of more GPUs than there are here, the first are taken.
+    """
     import torch
 
     own = dict(enumerate(state.get("ranks", ()))).get(rank, state)
     torch.set_rng_state(own["cpu"])
     if torch.cuda.is_available() and own["cuda"]:
-        torch.cuda.set_rng_state_all(own["cuda"])
+        torch.cuda.set_rng_state_all(own["cuda"][: torch.cuda.device_count()])
 
 
 @dataclass(kw_only=True, slots=True)

@@ -80,6 +80,11 @@ def require_host(host: str) -> str:
     return host
 
 
+def host_in_url(host: str) -> str:
+    """Return a host as URLs contain it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 def is_this_host(host: str) -> bool:
     """Return True if a host is this machine: its name, the address of an interface, or the address of all interfaces.
 
@@ -96,11 +101,6 @@ def is_this_host(host: str) -> bool:
     except OSError:
         return address.is_loopback  # a machine without IPv6 cannot bind even its own `::1`
     return True
-
-
-def host_in_url(host: str) -> str:
-    """Return a host as URLs have it: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host else host
 
 
 def split_address(text: str) -> tuple[str, int | None]:

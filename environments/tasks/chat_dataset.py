@@ -3,8 +3,9 @@
 `load_rows` gives the rows that an environment samples answers for. `ChatDataset` tokenizes each row with the chat
 template: its prompt to sample from, and the whole chat with a mask of the assistant's tokens to learn from. A row is a
 prompt that is text, or a chat with or without a system prompt; the assistant's message at its end, or the columns
-`completion` and `response`, are its reply. The column `tools`, a list or its JSON, goes to the chat template: the
-functions that may be called. This module needs no torch; `example_trainer.library` has the collator.
+`completion` and `response`, are its reply. A message has role and content, or `from` and `value` as in ShareGPT's data.
+The column `tools`, a list or its JSON, goes to the chat template: the functions that may be called. This module needs
+no torch; `example_trainer.library` has the collator.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from atropos_api.common.files import expand_home
+from environments.tasks.chat_messages import read_chat, without_nulls
 from environments.tasks.data import Question, is_missing, read_cell
 from environments.tasks.records import (
     DataUnusable,
@@ -33,7 +35,7 @@ from environments.tasks.records import (
 
 logger = logging.getLogger(__name__)
 
-PROMPTS = ("prompt", "messages", "conversation", "question", "problem", "instruction")
+PROMPTS = ("prompt", "messages", "conversation", "conversations", "question", "problem", "instruction")
 """Columns in which a prompt is looked for, in this order."""
 REFERENCES = ("answer", "ground_truth", "solution", "final_answer", "completion", "response", "truth")
 """Columns in which a reference is looked for, in this order."""
@@ -109,7 +111,7 @@ def make_row(record: Any, where: str, prompt_column: str | None = None) -> Row:
     prompt = record[column]
     if isinstance(prompt, str):
         return Row(prompt, reference, (), columns, reply)
-    messages = _read_chat(prompt, f"{where}, column {column}")
+    messages = read_chat(prompt, f"{where}, column {column}")
     message = None
     if messages[-1]["role"] == "assistant":
         message, reply = messages[-1], str(messages[-1]["content"])
@@ -124,27 +126,6 @@ def make_row(record: Any, where: str, prompt_column: str | None = None) -> Row:
 def _is_blank(value: Any) -> bool:
     """Return True for no value, a text without a visible character, and a list without an entry."""
     return is_missing(value) or not (value.strip() if isinstance(value, str) else value)
-
-
-def _read_chat(value: Any, where: str) -> list[Mapping[str, Any]]:
-    if not isinstance(value, Sequence) or not all(
-        isinstance(message, Mapping)
-        and message.get("role")
-        and (message.get("content") is not None or message.get("tool_calls"))
-        for message in value
-    ):
-        raise DataUnusable(f"{where}: a prompt is text or a list of messages with role and content, not {value!r:.80}")
-    # A message that only calls tools may lack a content, and templates differ in whether they ask for it.
-    return [_without_nulls({**message, "content": message.get("content") or ""}) for message in value]
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a message without the keys that are null: Parquet gives each the keys of all, and chat templates ask only
-    which keys a message has.
-    """
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 class ChatSample(TypedDict):
@@ -346,7 +327,7 @@ def _tools_of(row: Row, where: str) -> Sequence[Any] | None:
         return None
     if not isinstance(tools, Sequence):
         raise DataUnusable(f"{where}, column tools: it is a list of functions, or its JSON, not {tools!r:.80}")
-    return [_without_nulls(tool) for tool in tools]
+    return [without_nulls(tool) for tool in tools]
 
 
 def _refuse_long_reply(row: Row, where: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,9 +81,12 @@ def take_price(arguments: Sequence[str]) -> tuple[list[str], float | None]:
     if value is None:
         return rest, None
     try:
-        return rest, float(value)
+        price = float(value)
     except ValueError:
-        raise ConfigError(f"{PRICE_FLAG} {value} is not a price; give a number, {PRICE_FLAG} 2.5") from None
+        price = math.nan
+    if 0.0 <= price < math.inf:
+        return rest, price
+    raise ConfigError(f"{PRICE_FLAG} {value} is not a price; give a number, {PRICE_FLAG} 2.5")
 
 
 def take_page(arguments: Sequence[str]) -> tuple[list[str], Path | None]:

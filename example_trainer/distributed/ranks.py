@@ -172,10 +172,11 @@ class GroupRanks(Ranks):
     def gather(self, value: ValueT) -> list[ValueT]:
         own = _as_tensor(encode(value))
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(own)]), group=self._control)
-        longest = int(max(sizes))
-        found = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(found, torch.nn.functional.pad(own, (0, longest - len(own))), group=self._control)
+        with self._exchanging():
+            dist.all_gather(sizes, torch.tensor([len(own)]), group=self._control)
+            longest = int(max(sizes))
+            found = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+            dist.all_gather(found, torch.nn.functional.pad(own, (0, longest - len(own))), group=self._control)
         return [decode(message[: int(size)].numpy().tobytes()) for message, size in zip(found, sizes, strict=True)]
 
     def on_main(self, action: Callable[[], ValueT]) -> ValueT:
@@ -204,14 +205,20 @@ class GroupRanks(Ranks):
         return message.numpy().tobytes()
 
     def _broadcast_control(self, values: Tensor) -> Tensor:
-        try:
+        with self._exchanging():
             dist.broadcast(values, src=0, group=self._control)
+        return values
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Raise `RanksFailed` if a rank has gone during the exchange in the context."""
+        try:
+            yield
         except RuntimeError as error:
             raise RanksFailed(
                 f"rank {self.rank} of {self.world_size} has lost the others ({error}); the log of the rank that ended "
                 "first has the cause"
             ) from error
-        return values
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -225,12 +232,14 @@ class GroupRanks(Ranks):
 
     def sum(self, values: Tensor) -> Tensor:
         total = values.clone()
-        dist.all_reduce(total, group=self._control)
+        with self._exchanging():
+            dist.all_reduce(total, group=self._control)
         return total
 
     def max(self, count: int) -> int:
         largest = torch.tensor([count])
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._control)
+        with self._exchanging():
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._control)
         return int(largest)
 
     def any(self, flag: bool) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from atropos_api.common.cliconfig import ConfigError, check_keys, load_config, merge, nearest, read_config_file
-from atropos_api.common.identity import LOOPBACK_NAMES
+from atropos_api.common.identity import is_this_host
 from atropos_api.common.option_flags import aliases, named_in
 from example_trainer.config import TrainingConfig, settings_from
 from example_trainer.launcher.environment_settings import EnvironmentSettings, read_environments
@@ -125,7 +125,7 @@ class RunConfig(TrainingConfig):
         """The addresses of the inference servers that the launcher does not start; none if it starts its own."""
         if self.uses_remote_server:
             return self.server_urls
-        starts = self.broadcasts and not self.inference_urls and self.vllm_host in LOOPBACK_NAMES
+        starts = self.broadcasts and not self.inference_urls and is_this_host(self.vllm_host)
         return () if starts or not self.num_inference_nodes or self.registered_servers else self.server_urls
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from example_trainer.errors import (
@@ -135,11 +136,20 @@ def _for_training(stored: Any) -> Any:
     """Return the checkpoint's configuration without cache and dropout; written checkpoints keep the original."""
     config = deepcopy(stored)
     config.use_cache = False
-    for name, value in vars(config).items():
-        # The server samples without dropout; with dropout here, ratios to the sampled logprobs would be meaningless.
-        if name.endswith(("dropout", "_pdrop")) and isinstance(value, float):
-            setattr(config, name, 0.0)
+    _turn_dropout_off(config)
     return config
+
+
+def _turn_dropout_off(config: PreTrainedConfig) -> None:
+    """Set each dropout of a configuration and of those within it to 0.
+
+    The server samples without dropout; with dropout here, ratios to the sampled logprobs would be meaningless.
+    """
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            _turn_dropout_off(value)
+        elif "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
 
 
 def refuse_nonfinite(tensors: Iterable[tuple[str, torch.Tensor]], place: str) -> None:

@@ -12,7 +12,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Protocol, TextIO
@@ -21,7 +22,7 @@ from atropos_api.common import metric_names as names
 from atropos_api.common import trackio_run, wandb_run
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.files import write_whole
-from example_trainer.errors import TrainerError
+from example_trainer.errors import NotWritten, TrainerError
 from example_trainer.monitoring.health import HealthEvent
 
 logger = logging.getLogger(__name__)
@@ -54,14 +55,15 @@ class JsonlTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         line: dict[str, Any] = {names.STEP: step, "timestamp": time.time()}
         line |= {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._metrics.write(json.dumps(line) + "\n")
+        _write_line(self._metrics, line)
 
     def event(self, event: HealthEvent) -> None:
-        self._events.write(json.dumps({**event.fields(), "timestamp": time.time()}) + "\n")
+        _write_line(self._events, {**event.fields(), "timestamp": time.time()})
 
     def close(self) -> None:
-        self._metrics.close()
-        self._events.close()
+        for file in (self._metrics, self._events):
+            with suppress(OSError):  # of a line whose write has failed before
+                file.close()
 
 
 class SummaryTracker:
@@ -249,9 +251,25 @@ def last_line(path: Path) -> dict[str, Any]:
 
 
 def _open_lines(path: Path, resumed_step: int | None) -> TextIO:
-    if resumed_step is not None and path.exists():
-        _keep_steps_up_to(path, resumed_step)
-    return path.open("a", encoding="utf-8", buffering=1)
+    with _naming(path):
+        if resumed_step is not None and path.exists():
+            _keep_steps_up_to(path, resumed_step)
+        return path.open("a", encoding="utf-8", buffering=1)
+
+
+def _write_line(file: TextIO, content: Mapping[str, Any]) -> None:
+    with _naming(file.name):
+        file.write(json.dumps(content) + "\n")
+
+
+@contextmanager
+def _naming(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise NotWritten(
+            f"{path} cannot be written ({error.strerror}); free the space, and go on with --resume auto"
+        ) from error
 
 
 def _keep_steps_up_to(path: Path, step: int) -> None:

@@ -139,8 +139,6 @@ class Objective:
             self._warn_without_teacher()
         if self._scores_proximal:
             targets = replace(targets, proximal_logprobs=score(rows, targets))
-        if self.settings.loss_type == "m2po":
-            targets = replace(targets, trusted=self._trusted(rows, targets, score, gather))
         if self.settings.distill == "reverse_kl" and targets.teacher_ids is not None:
             assert targets.teacher_logprobs is not None
             credit = teacher_credits(
@@ -151,6 +149,8 @@ class Objective:
                 self._teacher_temperatures(targets.temperatures),
             )
             targets = replace(targets, advantages=targets.advantages + self.settings.distill_coef * credit)
+        if self.settings.loss_type == "m2po":
+            targets = replace(targets, trusted=self._trusted(rows, targets, score, gather))
         return targets
 
     def _teacher_temperatures(self, sampled_at: Tensor) -> Tensor:

@@ -247,8 +247,8 @@ class TrainingOptions(
         if self.registered_servers:
             return ()
         count = max(1, self.num_inference_nodes)
-        ports = range(self.vllm_port, self.vllm_port + count)
-        return tuple(self.inference_urls or (f"http://{host_in_url(self.vllm_host)}:{port}" for port in ports))
+        host, ports = host_in_url(self.vllm_host), range(self.vllm_port, self.vllm_port + count)
+        return tuple(self.inference_urls or (f"http://{host}:{port}" for port in ports))
 
     @property
     def local_servers(self) -> int:

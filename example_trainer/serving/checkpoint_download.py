@@ -30,6 +30,11 @@ async def download(source: CheckpointSource, directory: Path, *, transport: http
     except asyncio.CancelledError:
         abandoned.set()
         raise
+    except OSError as error:
+        raise CheckpointUnreadable(
+            f"{directory} cannot hold the checkpoint: {error.strerror}; make room there, or start the server with "
+            "TMPDIR on another disk"
+        ) from error
 
 
 def _download(

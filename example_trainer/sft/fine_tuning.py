@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from example_trainer.errors import CheckpointError
 from example_trainer.launcher.run_dir import write_json
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import policy_options
-from example_trainer.monitoring.trackers import RunTrackers, Tracker
+from example_trainer.monitoring.trackers import METRICS_FILE, RunTrackers, Tracker, read_metrics
 from example_trainer.sft.batches import Sample, SampleOrder, make_batch
 from example_trainer.sft.config import SftConfig
 from example_trainer.sft.output import SUMMARY_FILE, finish_model
@@ -99,6 +99,8 @@ class FineTuning:
         self._tracker: Tracker
         self._losses: dict[str, float] = {}
         self._tokens = 0
+        self._earlier_seconds = 0.0
+        """Time of the steps before the resume."""
         self._began = 0.0
 
     def train(self) -> bool:
@@ -139,6 +141,14 @@ class FineTuning:
             self._trackers.close()
             raise
         self._tracker = self._trackers.at(None if state is None else state.step)
+        if state is not None and self._ranks.is_main:
+            self._note_earlier_steps()
+
+    def _note_earlier_steps(self) -> None:
+        """Take the steps before the resume into the summary, from their lines of metrics."""
+        for line in read_metrics(self.training.required_run_dir / METRICS_FILE):
+            self._note(line)
+            self._earlier_seconds += line.get(names.TIME_STEP, 0.0)
 
     def _refuse_other_data(self, state: TrainerState) -> None:
         """Raise `CheckpointError` if the data's order is not that of the checkpoint: rows would be learned twice."""
@@ -182,7 +192,6 @@ class FineTuning:
 
     def _metrics(self, step: int, sequences: int, result: StepResult, seconds: float) -> dict[str, float]:
         tokens = 0 if result.targets is None else len(result.targets)
-        self._tokens += tokens
         return {
             **{name: result.metrics[name] for name in LEARNER_METRICS if name in result.metrics},
             names.SFT_EPOCH: self._order.epoch_after(step),
@@ -204,13 +213,18 @@ class FineTuning:
         loss, tokens = self._ranks.sum(total).tolist()
         return float(loss / tokens)
 
+    def _note(self, metrics: Mapping[str, float]) -> None:
+        """Count a step in the summary."""
+        loss = metrics.get(names.TRAIN_LOSS, math.nan)
+        self._losses = {"first_loss": loss, **self._losses, "last_loss": loss}
+        if names.SFT_EVAL_LOSS in metrics:
+            self._losses["eval_loss"] = metrics[names.SFT_EVAL_LOSS]
+        self._tokens += int(metrics.get(names.TRAINED_TOKENS, 0))
+
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self._ranks.on_main(partial(self._tracker.log, step, metrics))
-        self._losses.setdefault("first_loss", metrics.get(names.TRAIN_LOSS, math.nan))
-        self._losses["last_loss"] = metrics.get(names.TRAIN_LOSS, math.nan)
+        self._note(metrics)
         evaluated = metrics.get(names.SFT_EVAL_LOSS)
-        if evaluated is not None:
-            self._losses["eval_loss"] = evaluated
         logger.info(
             "step %d/%d: loss %.4f%s, %d tokens in %.2f s",
             step,
@@ -246,7 +260,7 @@ class FineTuning:
             final = self._ranks.on_main(
                 partial(finish_model, self._directory, policy, step=step, merges=self._config.merge_adapter)
             )
-        seconds = time.monotonic() - self._began
+        seconds = self._earlier_seconds + time.monotonic() - self._began
         summary = {
             "steps": step,
             "epochs": self._order.epoch_after(step),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from example_trainer.data import TrainingBatch, generator_for
 from example_trainer.modeling.micro_batches import Row
+from example_trainer.objective.losses import Targets
 from example_trainer.objective.metrics import alignment_metrics
 from example_trainer.training import Learner, StepResult
 
@@ -18,7 +19,8 @@ class Alignment:
 
     Tokens of the newest version are covered by the training forward itself. For older ones the last `keep` versions
     are kept as snapshots, and a sample of sequences is scored again under its own version. If the training forward
-    has dropout, which the sampler does not have, tokens of the newest version are scored in the same way.
+    has dropout, which the sampler does not have, tokens of the newest version are scored in the same way. A token of
+    top-p or top-k sampling without its mask has no logprob to compare with.
     """
 
     def __init__(self, learner: Learner, *, keep: int, sample_sequences: int, seed: int) -> None:
@@ -44,26 +46,27 @@ class Alignment:
     def score_older(self, batch: TrainingBatch) -> Tensor:
         """Return logprob differences for a sample of sequences that the training forward does not cover.
 
-        Call it before that forward.
+        Call it before that forward. A score needs all ranks, so each takes part in those of the others' versions.
         """
         policy = self._learner.policy
         targets = batch.targets.to(policy.device)
+        sample = self._sample(batch)
         found = []
-        for version, rows in self._sample(batch).items():
+        for version in sorted(set().union(*self._learner.ranks.data.gather(list(sample)))):
             older = version != self._current
             with policy.with_weights(self._snapshots[version]) if older else nullcontext():
-                scored = self._learner.score(rows, targets)
-            chosen = (targets.versions == version) & ~scored.isnan()
+                scored = self._learner.score(sample.get(version, []), targets)
+            chosen = _comparable(targets, version) & ~scored.isnan()
             found.append(scored[chosen] - targets.rollout_logprobs[chosen])
         return torch.cat(found) if found else torch.empty(0)
 
     def measure(self, result: StepResult, older: Tensor) -> dict[str, float]:
         """Return the alignment metrics of a step, from its own forward and from the result of `score_older`."""
         exact = [older.cpu()]
-        covered = self._current is not None and not self._learner.policy.has_dropout
-        if result.targets is not None and result.logprobs is not None and covered:
+        current = None if self._learner.policy.has_dropout else self._current
+        if result.targets is not None and result.logprobs is not None and current is not None:
             targets, logprobs = result.targets.to(torch.device("cpu")), result.logprobs.cpu()
-            same = (targets.versions == self._current) & ~logprobs.isnan()
+            same = _comparable(targets, current) & ~logprobs.isnan()
             exact.append(logprobs[same] - targets.rollout_logprobs[same])
         return alignment_metrics(torch.cat(exact))
 
@@ -88,3 +91,9 @@ class Alignment:
             if taken == self._sample_sequences:
                 break
         return by_version
+
+
+def _comparable(targets: Targets, version: int) -> Tensor:
+    """Return a mask of the tokens of a version, without those drawn from an unknown part of the distribution."""
+    same = targets.versions == version
+    return same if targets.truncated_sampling is None else same & ~targets.truncated_sampling

@@ -187,6 +187,8 @@ def _answers(group: Group) -> list[NDArray[np.int64]]:
 
 
 def _length_metrics(lengths: Sequence[int], trained: Sequence[int]) -> dict[str, float]:
+    if not lengths:
+        return {}
     values = np.asarray(lengths, dtype=np.float64)
     found = {
         names.RESPONSE_LENGTH_STD: float(values.std()),
@@ -220,6 +222,8 @@ def _mask_metrics(targets: Targets) -> dict[str, float]:
 def advantage_metrics(groups: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return statistics of the advantages of all sequences, and the share of groups in which all are 0."""
     values = np.asarray([value for group in groups for value in group], dtype=np.float64)
+    if not len(values):
+        return {}
     return {
         names.ADVANTAGE_MEAN: float(values.mean()),
         names.ADVANTAGE_STD: float(values.std()),
@@ -237,7 +241,7 @@ def _environment_metrics(groups: Iterable[Group]) -> dict[str, float]:
         rewards[name] += [float(score) for score in group.scores]
         lengths[name] += [len(answer) for answer in _answers(group)]
     found: dict[str, float] = {}
-    for name in sorted(rewards):
+    for name in sorted(name for name, values in rewards.items() if values):
         found[names.ENV_SEQUENCES.format(id=name)] = float(len(rewards[name]))
         found[names.ENV_REWARD_MEAN.format(id=name)] = float(np.mean(rewards[name]))
         found[names.ENV_REWARD_STD.format(id=name)] = float(np.std(rewards[name]))

@@ -60,6 +60,8 @@ class PostStep:
         self._bridge = bridge
         self._phases = phases
         self._should_stop = should_stop
+        self._random: RandomState | None = None
+        """The random state after the last step; None before the first."""
         self._running: BackgroundCall[None] | None = None
         self._may_move = False
         self._stream: SideStream | None = None
@@ -72,9 +74,8 @@ class PostStep:
         if publish:
             self._take_version()
         state = self._state() if self._is_checkpoint_due(step) else None
-        work = partial(
-            self._work, step, publish, state, random_state(), self._learner.objective.state(), current_span()
-        )
+        self._random = random_state()
+        work = partial(self._work, step, publish, state, self._random, self._learner.objective.state(), current_span())
         if self._config.overlap_publish:
             self._stream = self._stream or SideStream(self._learner.policy.device)
             beside = partial(_within, self._stream.after_present_work(), work)
@@ -122,11 +123,14 @@ class PostStep:
         return True
 
     def finish(self, finished: bool) -> None:
-        """Write and commit a last checkpoint, also if the run was stopped; only a finished run ends at the broker."""
+        """Write and commit a last checkpoint, also if the run was stopped; only a finished run ends at the broker.
+
+        A batch whose training a stop broke off has drawn random numbers, and is to draw the same after a resume.
+        """
         self.join()
         step = self._progress.step
         if self._progress.checkpointed != step and (finished or step):
-            self._save(self._state(), random_state(), self._learner.objective.state())
+            self._save(self._state(), self._random or random_state(), self._learner.objective.state())
         if self._progress.committed < step:
             self._commit(step)
         if finished:

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed
 
-from atropos_api.common.identity import LOOPBACK_NAMES, split_address
+from atropos_api.common.identity import is_this_host, split_address
 from example_trainer.api import BackgroundCall
 from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable, TrainerError
 from example_trainer.options.training_options import TrainingOptions
@@ -252,13 +252,18 @@ def _leave_group(client: ServerClient) -> None:
 
 
 def meeting_address(config: TrainingOptions, environ: Mapping[str, str]) -> tuple[str, int | None]:
-    """Return the host and port at which the servers meet the trainer; None for any free port.
+    """Return the host and port at which the servers meet the trainer; None for any free port."""
+    if config.broadcast_address is not None:
+        return split_address(config.broadcast_address)
+    return trainer_address(config.world_size, environ)
+
+
+def trainer_address(world_size: int, environ: Mapping[str, str]) -> tuple[str, int | None]:
+    """Return the host of the trainer, and the port that it may listen on there; None for any free port.
 
     `MASTER_PORT` is taken by the ranks' own group if there are several, and by torchrun if it has started this process.
     """
-    if config.broadcast_address is not None:
-        return split_address(config.broadcast_address)
-    port_is_taken = config.world_size > 1 or "TORCHELASTIC_RUN_ID" in environ
+    port_is_taken = world_size > 1 or "TORCHELASTIC_RUN_ID" in environ
     port = None if port_is_taken else environ.get("MASTER_PORT")
     return environ.get("MASTER_ADDR", LOOPBACK), int(port) if port else None
 
@@ -273,7 +278,7 @@ def port_at(address: str, held: ExitStack) -> int:
 
 def refuse_unreachable(address: str, urls: Sequence[str]) -> None:
     """Raise `PublishFailed` if a server on another host is to meet the trainer on this host's loopback interface."""
-    if is_loopback(address) and (far := [url for url in urls if urlsplit(url).hostname not in LOOPBACK_NAMES]):
+    if is_loopback(address) and (far := [url for url in urls if not is_this_host(urlsplit(url).hostname or "")]):
         raise PublishFailed(
             f"the server at {far[0]} cannot meet the trainer at {address}, which is the loopback interface; set "
             "--broadcast-address to an address of this host that it reaches"

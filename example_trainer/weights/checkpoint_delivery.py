@@ -29,6 +29,7 @@ from example_trainer.processes.ports import LOOPBACK
 from example_trainer.weight_protocol.checkpoint_files import CheckpointFile, CheckpointSource, describe
 from example_trainer.weight_protocol.client import ServerInfo
 from example_trainer.weights.base import PublishReport
+from example_trainer.weights.broadcast_exchange import trainer_address
 from example_trainer.weights.delivery import Delivered, Proof, WeightDelivery, refuse_other_weights, serves
 from example_trainer.weights.members import Member, MemberCalls, look
 from example_trainer.weights.served_model import whole_policy, write_served_checkpoint
@@ -51,6 +52,7 @@ class CheckpointDelivery(WeightDelivery):
         self._weights_dir = config.required_run_dir / "served"
         self._calls = calls
         self._drain_seconds = config.drain_seconds
+        self._world_size = config.world_size
         self._policy: Policy | None = None
         self._server: CheckpointServer | None = None
         self._offered: tuple[int, CheckpointSource] | None = None
@@ -111,7 +113,7 @@ class CheckpointDelivery(WeightDelivery):
             assert self._policy is not None
             directory = write_served_checkpoint(self._policy, self._directory(version))
             if self._server is None:
-                self._server = CheckpointServer()
+                self._server = CheckpointServer(*trainer_address(self._world_size, os.environ))
             self._offered = version, self._server.offer(directory, describe(directory))
             self._remove_all_but(directory)
         return self._offered[1]
@@ -128,16 +130,16 @@ class CheckpointDelivery(WeightDelivery):
 class CheckpointServer:
     """Serves one directory at a time, from a thread, for servers that do not see the trainer's disk.
 
-    It listens at `MASTER_ADDR`, where the servers reach the trainer, and asks for a secret that only they get.
+    It asks for a secret that only they get.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = LOOPBACK, port: int | None = None) -> None:
+        """Listen there; without `port` on any that is free."""
         self._secret = secrets.token_urlsafe(24)
         self._directory: Path | None = None
         self._names: frozenset[str] = frozenset()
-        host = os.environ.get("MASTER_ADDR", LOOPBACK)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listening = socket.create_server((host, int(os.environ.get("MASTER_PORT", "0"))), family=family)
+        self._listening = socket.create_server((host, port or 0), family=family)
         self._url = f"http://{host_in_url(host)}:{self._listening.getsockname()[1]}"
         app = Starlette(routes=[Route("/{name}", self._answer)])
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")

@@ -106,7 +106,7 @@ def prove(
     """
     with policy.own_weights():
         _check_written(policy)
-    prompts = probe_prompts(int(policy.hf_config.vocab_size), max_model_len)
+    prompts = probe_prompts(int(policy.hf_config.get_text_config().vocab_size), max_model_len)
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(lambda prompt: generate(_request(prompt)), prompts))
     samples = [

@@ -79,8 +79,9 @@ def test_a_price_is_taken_in_both_forms_of_a_flag(
 
 
 def test_a_price_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--cost-per-hour cheap is not a price; give a number"):
-        main.run(["report", str(tmp_path), "--cost-per-hour", "cheap"])
+    for price in ("cheap", "-2.5", "nan", "inf"):
+        with pytest.raises(ConfigError, match=f"--cost-per-hour {price} is not a price; give a number"):
+            main.run(["report", str(tmp_path), "--cost-per-hour", price])
     with pytest.raises(ConfigError, match="--cost-per-hour  is not a price"):
         main.run(["report", str(tmp_path), "--cost-per-hour"])
     with pytest.raises(ConfigError, match="--cost-per-hour cheap is not a price"):

@@ -52,6 +52,15 @@ def test_a_host_is_taken(host: str) -> None:
     assert require_host(host) == host
 
 
+def test_the_servers_of_a_host_with_an_ipv6_address_are_at_urls_with_brackets() -> None:
+    config = TrainingConfig(
+        model_name="m", vllm_host="::1", vllm_port=9001, num_inference_nodes=2, weight_bridge_mode="lora_only"
+    )
+    assert config.vllm_url == "http://[::1]:9001"
+    assert config.server_urls == ("http://[::1]:9001", "http://[::1]:9002")
+    assert all(map(require_address, config.server_urls))
+
+
 @pytest.mark.parametrize("host", ["http://host", "host:9001", "host/path", "", "two words", "-x", "[::1]"])
 def test_a_text_that_is_not_a_host_is_reported(host: str) -> None:
     with pytest.raises(ValueError, match="without scheme and port"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from example_trainer.modeling.optimizers import make_optimizer, optimizer_settin
 from example_trainer.modeling.shards import WholeState, whole
 from example_trainer.objective.objective import make_objective
 from example_trainer.state import TrainerState, random_state
+from example_trainer.step.logprob_mismatch import Alignment
 from example_trainer.testing import Sampler, make_tiny_model
 from example_trainer.training import Learner
 
@@ -319,6 +321,27 @@ def test_each_rank_goes_on_with_its_own_random_state(tiny_model: Path, groups: l
     assert all(np.array_equal(found[0][0][name], found[1][0][name]) for name in found[0][0])
 
 
+def score_one_version(ranks: Ranks, model: Path, groups: list[Group]) -> int:
+    """Return how many tokens of the current version a rank scored: rank 0's groups alone were sampled with it."""
+    settings = {"weight_bridge_mode": "lora_only"}
+    learner = make_learner(model, ranks, replace(CPU, adapter=AdapterOptions(r=4, dropout=0.3)), settings)
+    batch = prepare_batch(share(groups, ranks), data_settings(make_config(model, settings)))
+    alignment = Alignment(learner, keep=0, sample_sequences=4, seed=0)
+    alignment.published(1)
+    versions = torch.full_like(batch.targets.versions, 1 if ranks.rank == 0 else 0)
+    older = alignment.score_older(replace(batch, targets=replace(batch.targets, versions=versions)))
+    assert ranks.gather("in step") == ["in step"] * ranks.world_size
+    return len(older)
+
+
+def test_ranks_whose_rollouts_are_of_different_versions_check_the_alignment_together(
+    tiny_model: Path, groups: list[Group], tmp_path: Path
+) -> None:
+    compared, others = run_ranks(2, tmp_path / "meeting", score_one_version, tiny_model, groups)
+    assert compared > 0
+    assert others == 0
+
+
 def held_after_a_forward(ranks: Ranks, model: Path) -> dict[bool, int]:
     """Return, by `--reshard-after-forward`, the layers' weights that a rank holds whole before its backward."""
     held: dict[bool, int] = {}
@@ -356,6 +379,25 @@ def test_ranks_agree_and_learn_what_rank_0_alone_may_do(tmp_path: Path) -> None:
     assert run_ranks(2, tmp_path / "meeting", agree) == [expected] * 2
     alone = {"led": "from 0", "gathered": [0], "most": 0, "any": [False, False]}
     assert agree(ONE) == alone
+
+
+def lose_the_other(ranks: Ranks) -> str:
+    exchanges: list[Callable[[], Any]] = [
+        lambda: ranks.max(1),
+        lambda: ranks.gather("here"),
+        lambda: ranks.sum(torch.ones(1)),
+        lambda: ranks.on_main(lambda: None),
+    ]
+    if ranks.rank == 0:
+        return ""
+    for exchange in exchanges:
+        with pytest.raises(RanksFailed, match="rank 1 of 2 has lost the others"):
+            exchange()
+    return "told"
+
+
+def test_a_rank_that_has_lost_the_others_says_so_in_every_exchange(tmp_path: Path) -> None:
+    assert run_ranks(2, tmp_path / "meeting", lose_the_other) == ["", "told"]
 
 
 def test_ranks_without_a_place_to_meet_are_told_which_to_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,13 @@ def test_several_servers_are_started_told_to_the_trainer_and_shared_out_to_the_e
         plan(tmp_path, *OWN_ENVIRONMENT, "--num-inference-nodes", "2", "--vllm-port", str(first))
 
 
+def test_servers_are_started_at_an_address_of_this_host_however_it_is_written(tmp_path: Path) -> None:
+    made = plan(tmp_path, *OWN_ENVIRONMENT, "--num-inference-nodes", "1", "--vllm-host", "127.0.0.2")
+    server, trainer = made.settings_of("vllm")["vllm"], made.settings_of("trainer")["trainer"]
+    assert server["host"] == "127.0.0.2"
+    assert trainer["inference_urls"] == [f"http://127.0.0.2:{server['port']}"]
+
+
 @pytest.mark.parametrize(
     ("mode", "own"),
     [

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from example_trainer.errors import BadLayerFilter, CheckpointError, ModelNotFound, NonfiniteWeights
 from example_trainer.model import load_policy
 from example_trainer.modeling.activation_offloading import CannotOffload, offload_layer_inputs
-from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.loading import PolicyOptions, _for_training
 from example_trainer.testing import make_tiny_model
 
 TOKENS = torch.arange(3, 43).view(2, 20)
@@ -157,6 +158,15 @@ def test_dropout_of_the_checkpoint_is_off_in_training(tiny_family):
     policy = load_policy(options_for(tiny_family("gpt2")))
     assert policy.module.training
     assert loss_of(policy).item() == loss_of(policy).item()
+
+
+@pytest.mark.parametrize("kind", ["biogpt", "emu3"], ids=["names that end otherwise", "a config within another"])
+def test_dropout_is_off_whatever_a_configuration_calls_it(kind):
+    stored = AutoConfig.for_model(kind)
+    loaded = _for_training(stored).get_text_config()
+    rates = {name: value for name, value in vars(stored.get_text_config()).items() if "drop" in name and value}
+    assert rates
+    assert not any(getattr(loaded, name) for name in rates)
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(tiny_family):

@@ -16,7 +16,8 @@ import wandb
 
 from example_trainer.cli import run_trackers
 from example_trainer.config import TrainingConfig
-from example_trainer.errors import TrainerError
+from example_trainer.errors import NotWritten, TrainerError
+from example_trainer.monitoring import trackers
 from example_trainer.monitoring.health import HealthEvent
 from example_trainer.monitoring.trackers import (
     EVENTS_FILE,
@@ -41,6 +42,25 @@ def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
     assert (line["step"], line["reward/mean"]) == (1, 0.5)
     assert "train/loss" not in line
     tracker.close()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_disk_that_is_full_is_told_with_the_file_and_how_to_go_on(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to("/dev/full")
+    tracker = JsonlTracker(tmp_path)
+    with pytest.raises(NotWritten, match=rf"{name} cannot be written \(No space left on device\); .*--resume auto"):
+        tracker.log(1, {}) if name == "metrics.jsonl" else tracker.event(SIGN)
+    tracker.close()
+
+
+def test_a_resume_on_a_full_disk_is_told_in_the_same_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    JsonlTracker(tmp_path).close()
+    monkeypatch.setattr(trackers, "write_whole", full)
+    with pytest.raises(NotWritten, match=r"metrics.jsonl cannot be written \(No space left on device\)"):
+        JsonlTracker(tmp_path, resumed_step=1)
 
 
 def test_a_resumed_run_drops_the_lines_of_steps_that_are_trained_anew(tmp_path: Path) -> None:

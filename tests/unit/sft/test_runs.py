@@ -86,6 +86,10 @@ def test_a_run_that_dies_and_resumes_ends_with_the_weights_of_one_that_does_not(
     sft(*flags, "--resume", "auto", folder="killed")
     assert same_weights(whole / "latest", killed / "latest")
     assert [row["train/loss"] for row in rows_of(killed)] == [row["train/loss"] for row in rows_of(whole)]
+    ended, expected = (json.loads((folder / "summary.json").read_text()) for folder in (killed, whole))
+    for name in ("steps", "epochs", "first_loss", "last_loss", "trained_tokens"):
+        assert ended[name] == expected[name], name
+    assert ended["seconds"] > sum(row["time/step"] for row in rows_of(killed))
 
 
 def test_a_stop_ends_the_run_after_its_step_with_a_checkpoint(sft: Sft, monkeypatch: pytest.MonkeyPatch) -> None:

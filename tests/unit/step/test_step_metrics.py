@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from atropos_api.common import metric_names as names
 from atropos_api.wire import Batch, Group
 from example_trainer.config import TrainingConfig
 from example_trainer.data import data_settings, prepare_batch
+from example_trainer.group_sequences import leave_out_absent
 from example_trainer.step.metrics import describe, repetition
 
 
@@ -71,6 +74,17 @@ def test_each_environment_is_counted_by_itself() -> None:
     assert found["env/3/sequences"] == found["env/unknown/sequences"] == 2.0
     assert (found["env/3/reward_mean"], found["env/5/reward_mean"]) == (0.5, 3.0)
     assert (found["env/3/length_mean"], found["env/5/reward_std"]) == (1.5, 1.0)
+
+
+def test_a_batch_whose_members_are_all_absent_has_metrics_and_trains_nothing() -> None:
+    closed = group([[1], [2]], [0.0, 1.0], 0)
+    closed.overrides = [{"absent": True}] * 2
+    batch, absent = leave_out_absent(Batch(number=1, run_id="r", groups=[closed]))
+    config = TrainingConfig(model_name="m")
+    prepared = describe(batch, prepare_batch(batch, data_settings(config), absent=absent))
+    assert prepared.training.rows == []
+    assert prepared.metrics[names.LEFT_OUT.format(cause="absent")] == 2.0
+    assert all(map(math.isfinite, prepared.metrics.values()))
 
 
 def test_repetition_is_the_share_of_fourgrams_seen_before_in_the_same_answer() -> None:

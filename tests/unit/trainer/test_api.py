@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +15,8 @@ from atropos_api.common import concurrency
 from atropos_api.testing import served_broker
 from atropos_api.wire import Batch, DropReport, EnvironmentRequest, RunRequest
 from example_trainer import api
-from example_trainer.api import BackgroundCall, BatchFeed, BrokerSession
-from example_trainer.errors import BatchTimeout
+from example_trainer.api import BackgroundCall, BatchFeed, BrokerSession, write_batch
+from example_trainer.errors import BatchTimeout, NotWritten
 
 
 def make_feed(get_batch: Callable[[int], Batch | None], **settings: object) -> BatchFeed[int]:
@@ -173,3 +174,10 @@ def test_a_broker_that_is_gone_leaves_a_wait_without_a_hint() -> None:
     client = BrokerClient("http://127.0.0.1:9", retry_seconds=0.0)
     assert BrokerSession(client).explain_wait() == []
     client.close()
+
+
+def test_a_batch_that_cannot_be_saved_is_named_with_the_flag_that_asks_for_it(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").write_text("a file in the folder's place")
+    path = tmp_path / "rollouts" / "batch-1.atb"
+    with pytest.raises(NotWritten, match=rf"{path} cannot be written .*--save-batches.*--resume auto"):
+        write_batch(path, Batch(number=1, run_id="r", groups=[]))

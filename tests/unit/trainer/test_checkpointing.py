@@ -32,7 +32,7 @@ from example_trainer.model import load_policy
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.lora import AdapterOptions
 from example_trainer.modeling.policy import Policy
-from example_trainer.state import TrainerState, random_state
+from example_trainer.state import TrainerState, random_state, restore_random
 from example_trainer.weights.served_model import write_served_checkpoint
 
 
@@ -160,6 +160,15 @@ class Poison:
 
     def __reduce__(self) -> tuple[object, ...]:
         return Path.mkdir, (self._folder,)
+
+
+def test_a_machine_with_fewer_gpus_takes_the_random_states_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda.random, "set_rng_state", lambda state, device: seeded.append((state, device)))
+    restore_random({"cpu": torch.get_rng_state(), "cuda": ["first", "second"]})
+    assert seeded == [("first", 0)]
 
 
 @pytest.mark.parametrize("where", ["optimizer", "random"])

@@ -121,6 +121,15 @@ def test_m2po_keeps_the_second_moment_of_a_batch_at_its_threshold(
     assert fresh["grpo/clipped_fraction"] == 0.0
 
 
+def test_m2po_judges_a_token_by_its_advantage_with_the_teachers_opinion(tiny_model: Path) -> None:
+    """The teacher alone says which tokens move away from the sampler if rewards say nothing."""
+    settings = {"loss_type": "m2po", "m2_threshold": 0.05, "distill": "reverse_kl", "lr": 0.0}
+    batch = stale(prepare(tiny_model, with_teacher(sample(tiny_model), 5), **settings))
+    metrics = make_learner(tiny_model, **settings).train(batch).metrics
+    assert metrics["grpo/second_moment"] > 0.2
+    assert 0.03 < metrics["grpo/second_moment_kept"] <= 0.05
+
+
 def test_identity_1_a_constant_added_to_all_rewards_changes_no_gradient(tiny_model: Path) -> None:
     """Group-relative advantages do not change if c is added to each reward; without a baseline they do."""
     plain, shifted = (sample(tiny_model, reward=lambda answer, by=by: parity(answer) + by) for by in (0.0, 1.0))

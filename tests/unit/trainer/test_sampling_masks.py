@@ -17,6 +17,7 @@ from example_trainer.model import load_policy
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.objective.losses import Targets
 from example_trainer.objective.sampling_masks import labels_with_masks, over_masks
+from example_trainer.step.logprob_mismatch import Alignment
 
 from .test_objective_in_training import assert_close, gradients, prepare, sample
 from .test_training import make_learner
@@ -77,6 +78,23 @@ def test_the_trainer_computes_the_samplers_logprobs_over_the_masks(tiny_model: P
     difference = learner.score(batch.rows, batch.targets) - batch.targets.rollout_logprobs
     assert difference[known(batch)].abs().max() < 2e-5
     assert difference[~known(batch)].abs().mean() > 0.1, "the distribution of these is not known"
+
+
+@pytest.mark.parametrize("in_the_step", [True, False])
+def test_tokens_whose_distribution_is_not_known_are_no_evidence_against_the_weights(
+    tiny_model: Path, recorded: Batch, in_the_step: bool
+) -> None:
+    batch = prepare(tiny_model, recorded)
+    batch = replace(batch, targets=replace(batch.targets, versions=torch.ones_like(batch.targets.versions)))
+    learner = make_learner(tiny_model)
+    alignment = Alignment(learner, keep=1, sample_sequences=len(batch.rows), seed=0)
+    alignment.published(1)
+    if not in_the_step:
+        alignment.moved()
+    older = alignment.score_older(batch)
+    metrics = alignment.measure(learner.train(batch), older)
+    assert metrics["alignment/tokens"] == int(known(batch).sum())
+    assert metrics["alignment/diff_max"] < 2e-5
 
 
 def plain_loss(learner: Any, batch: TrainingBatch) -> Tensor:

@@ -15,7 +15,12 @@ from example_trainer.weight_protocol.broadcast_group import BroadcastGroup
 from example_trainer.weight_protocol.client import Fence, ServerClient
 from example_trainer.weights.base import Cost
 from example_trainer.weights.broadcast import BroadcastBridge
-from example_trainer.weights.broadcast_exchange import meeting_address, refuse_nccl, refuse_shared_gpu
+from example_trainer.weights.broadcast_exchange import (
+    meeting_address,
+    refuse_nccl,
+    refuse_shared_gpu,
+    refuse_unreachable,
+)
 from example_trainer.weights.members import Member
 from example_trainer.weights.testing import config_of
 
@@ -195,6 +200,10 @@ def test_a_server_on_another_host_is_not_sent_to_this_hosts_loopback_interface(b
     bridge = bridge_to(Client("a"))
     with pytest.raises(PublishFailed, match=r"http://a cannot meet the trainer at localhost.*--broadcast-address"):
         bridge.prepare()
+
+
+def test_a_server_at_another_address_of_this_host_meets_the_trainer_on_its_loopback_interface():
+    refuse_unreachable("127.0.0.1", ["http://127.0.0.2:9001", "http://[::1]:9001", f"http://{socket.gethostname()}:1"])
 
 
 @pytest.mark.parametrize("address", ["http://a:1", "a:0", "a:b", "", "a b", "u@a:1"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from types import SimpleNamespace
 
 import httpx
@@ -98,6 +99,15 @@ async def test_a_file_that_is_never_whole_is_not_a_checkpoint(checkpoint, server
         await download(source, copy)
 
 
+async def test_a_server_whose_disk_is_full_says_which(checkpoint, server, copy, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_download, "_continue", full)
+    with pytest.raises(CheckpointUnreadable, match=r"copy cannot hold the checkpoint: No space left.*TMPDIR"):
+        await download(server.offer(checkpoint, describe(checkpoint)), copy)
+
+
 @pytest.mark.parametrize("change", ["secret", "name"])
 async def test_only_the_offered_files_are_given_and_only_for_the_secret(checkpoint, server, copy, change):
     (checkpoint.parent / "private").write_text("x")
@@ -184,6 +194,17 @@ def test_a_version_is_written_once_for_all_who_join_and_removed_after_the_next(d
     assert joiner.read[0][1] == first.read[0][1]
     delivery.deliver(members_of(first, joiner), 4, limit_seconds=1.0)
     assert [path.name for path in (tmp_path / "served").iterdir()] == ["policy-v4"]
+
+
+def test_a_port_that_torchrun_has_taken_is_not_listened_on(delivery, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        port = store.getsockname()[1]
+        for name, value in {"ADDR": "127.0.0.1", "PORT": str(port)}.items():
+            monkeypatch.setenv(f"MASTER_{name}", value)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        client = Client("only")
+        assert len(delivery.deliver(members_of(client), 3, limit_seconds=1.0).served) == 1
+    assert httpx.URL(client.read[0][1].url).port != port
 
 
 def test_a_server_that_cannot_load_a_checkpoint_is_refused_with_the_flag_to_leave_out(delivery):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor, wait
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,9 +150,13 @@ def test_an_answer_of_another_version_or_of_another_start_proves_nothing(spans, 
 
 
 @pytest.mark.parametrize(("off", "agrees"), [(0.0, True), (0.01, False)])
-def test_a_server_that_tells_other_logprobs_is_found(tiny_family, monkeypatch, off, agrees):
+@pytest.mark.parametrize("nested", [False, True], ids=["its own config", "a config within another"])
+def test_a_server_that_tells_other_logprobs_is_found(tiny_family, monkeypatch, off, agrees, nested):
     monkeypatch.setattr(logprob_parity, "_PROMPT_LENGTHS", (4,))
     policy = policy_of(tiny_family("qwen2"), "float32")
+    if nested:
+        text = policy.hf_config
+        policy.hf_config = SimpleNamespace(get_text_config=lambda: text)
 
     def generate(request):
         prompt = request["prompt"]["prompt_token_ids"]

@@ -73,6 +73,26 @@ def test_the_mask_covers_each_turn_of_the_assistant_with_its_end_token_and_nothi
     assert sample["ground_truth"] == "a2"
 
 
+def test_a_chat_of_sharegpts_form_is_the_same_chat(tokenizer):
+    speakers = {"system": "system", "user": "human", "assistant": "gpt"}
+    turns = [{"from": speakers[turn["role"]], "value": turn["content"], "weight": None} for turn in TURNS]
+    sample = ChatDataset([{"conversations": turns, "id": "x"}], tokenizer)[0]
+    assert sample == ChatDataset([{"messages": TURNS, "id": "x"}], tokenizer)[0]
+
+
+@pytest.mark.parametrize(
+    ("turn", "reason"),
+    [
+        ({"from": "function_call", "value": "{}"}, "record 1, column conversations: a message is from 'function_call'"),
+        ({"from": ["human"], "value": "u"}, r"a message is from \['human'\]"),
+        ({"from": "human", "value": None}, "a list of messages with role and content"),
+    ],
+)
+def test_a_message_of_sharegpts_form_without_a_known_speaker_or_a_text_is_refused(tokenizer, turn, reason):
+    with pytest.raises(DataUnusable, match=reason):
+        ChatDataset([{"conversations": [turn, {"from": "gpt", "value": "a"}]}], tokenizer)[0]
+
+
 def test_a_chat_without_a_reply_is_its_prompt_and_earlier_answers_are_still_learned(tokenizer):
     sample = ChatDataset([{"messages": TURNS[:4], "topic": "t"}], tokenizer)[0]
     assert sample["token_ids"] == sample["prompt_token_ids"]
