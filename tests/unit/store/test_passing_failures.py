@@ -1,4 +1,4 @@
-"""What the system refuses for a while (open files, a deletion) costs no group, and ends no sync for good."""
+"""A call that the system refuses for a while (open files, a deletion) costs no group, and ends no sync for good."""
 
 import errno
 import os

@@ -166,7 +166,7 @@ def nested(levels, field="images"):
 @pytest.mark.parametrize("field", ["images", "an own key"])
 @pytest.mark.parametrize("check_one", [check_body, lambda body: check_group(decode_fields(body))])
 def test_a_group_that_is_nested_too_deep_for_a_trainer_is_refused(check_one, field):
-    """How many levels a decoder reads depends on how deep in its program it is called, also in the broker."""
+    """A decoder reads fewer levels the deeper in its program it is called, also in the broker."""
     with pytest.raises(InvalidGroup) as refused:
         check_one(nested(257, field))
     assert refused.value.field == field
