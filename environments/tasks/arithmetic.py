@@ -17,7 +17,8 @@ from hashlib import md5
 from itertools import islice
 from typing import Literal
 
-from environments.rewards.answers import MAX_CHARACTERS
+LONGEST_NUMBER = 100
+"""Characters of a number that is read as an answer: Python refuses to convert thousands of digits."""
 
 TaskName = Literal["chain", "add"]
 Split = Literal["train", "eval"]
@@ -80,7 +81,7 @@ def final_line(answer: int) -> str:
 def extract_answer(text: str) -> int | None:
     """Return the number after the last `####`; None if there is none, or one longer than any answer."""
     found = _ANSWER.findall(text)
-    return int(found[-1]) if found and len(found[-1]) <= MAX_CHARACTERS else None
+    return int(found[-1]) if found and len(found[-1]) <= LONGEST_NUMBER else None
 
 
 def grade(text: str, answer: int) -> float:
