@@ -128,6 +128,20 @@ def find_checkpoint(resume: str | None, root: Path) -> Path | None:
     return path
 
 
+def continue_at(root: Path, checkpoint: Path) -> None:
+    """Point `latest` to the checkpoint of `root` that a run goes on from: a kill before its next one changes nothing.
+
+    Without this `--resume auto` would take a checkpoint of a higher step, which the run had gone back from.
+    """
+    if checkpoint.parent.resolve() != root.resolve():
+        return
+    try:
+        move_link(root / LATEST, checkpoint.name)
+        sync_path(root)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {root / LATEST}: {error}; free the space or set --save-path") from error
+
+
 def note_begun(config: TrainingConfig, run_id: str, version: int) -> None:
     """Record in the checkpoint directory that the run has begun at the broker, and the newest version it has used.
 
@@ -337,7 +351,7 @@ def remembered(steps_by_version: Mapping[int, int]) -> dict[str, int]:
 def _last_written_first(root: Path) -> list[Path]:
     """Return the checkpoints, highest step first; those that a resume went back from come after all others.
 
-    These have higher steps than the one that `latest` points to, and are older than that link.
+    These have higher steps than the one that `latest` points to, and are older than that link, which a resume renews.
     """
     found, link = list_checkpoints(root)[::-1], root / LATEST
     if not link.is_symlink():
@@ -346,9 +360,7 @@ def _last_written_first(root: Path) -> list[Path]:
     beyond = found[: next((at for at, path in enumerate(found) if path.name == last), 0)]
     left = [path for path in beyond if _written_ns(path) < written_ns]
     if left:
-        logger.warning(
-            "%s was written after %s, so these are not continued", last, ", ".join(path.name for path in left)
-        )
+        logger.warning("the run went on at %s, so %s are not continued", last, ", ".join(path.name for path in left))
     return [*(path for path in found if path not in left), *left]
 
 

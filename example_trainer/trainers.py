@@ -29,6 +29,7 @@ from atropos_api.wire import Batch, RunRequest
 from example_trainer.api import BatchFeed, BrokerSession, batch_path, write_batch
 from example_trainer.checkpointing import (
     begun_version,
+    continue_at,
     find_checkpoint,
     note_begun,
     read_state,
@@ -138,6 +139,8 @@ class Trainer:
         config = self.config
         info = self._session.begin(_run_request(config, state, resumes=resumes))
         self._ranks.on_main(lambda: note_begun(config, info.run_id, used_version or 0))
+        if checkpoint is not None:
+            self._ranks.on_main(partial(continue_at, config.checkpoint_root, checkpoint))
         self._build()
         self.progress.version = max(info.highest_policy_version, self._bridge.highest_version(), used_version or 0)
         if checkpoint is not None and state is not None:

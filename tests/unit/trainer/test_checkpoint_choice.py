@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.checkpointing import find_checkpoint, list_checkpoints
+from example_trainer.checkpointing import continue_at, find_checkpoint, list_checkpoints
 from example_trainer.errors import CheckpointError
 from example_trainer.modeling.policy import Policy
 
@@ -96,11 +96,20 @@ def test_a_run_that_went_back_keeps_its_own_checkpoints_and_goes_on_from_them(
     assert [path.name for path in list_checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in (4, 5, 6, 9)]
     with caplog.at_level(logging.WARNING):
         assert find_checkpoint("auto", tmp_path) == own[-1]
-    assert "checkpoint-5 was written after checkpoint-9, checkpoint-6" in caplog.text
+    assert "the run went on at checkpoint-5, so checkpoint-9, checkpoint-6 are not continued" in caplog.text
     truncate(own[-1])
     assert find_checkpoint("auto", tmp_path) == own[0]
     assert save(tmp_path, policy, 6, keep_last=2) == find_checkpoint("auto", tmp_path)
     assert [path.name for path in list_checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in (5, 6, 9)]
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_goes_back_again(policy: Policy, tmp_path: Path) -> None:
+    back, *_ = (save(tmp_path, policy, step) for step in (3, 6))
+    continue_at(tmp_path, back)
+    assert find_checkpoint("auto", tmp_path) == back
+    elsewhere = save(tmp_path / "other", policy, 9)
+    continue_at(tmp_path, elsewhere)
+    assert find_checkpoint("auto", tmp_path) == back
 
 
 def test_a_checkpoint_written_just_before_a_kill_is_resumed_though_latest_does_not_point_to_it(
