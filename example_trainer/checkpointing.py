@@ -358,7 +358,7 @@ def _last_written_first(root: Path) -> list[Path]:
         return found
     last, written_ns = link.readlink().name, link.lstat().st_mtime_ns
     beyond = found[: next((at for at, path in enumerate(found) if path.name == last), 0)]
-    left = [path for path in beyond if _written_ns(path) < written_ns]
+    left = [path for path in beyond if _written_ns(path) <= written_ns]
     if left:
         logger.warning("the run went on at %s, so %s are not continued", last, ", ".join(path.name for path in left))
     return [*(path for path in found if path not in left), *left]

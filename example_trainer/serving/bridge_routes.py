@@ -199,7 +199,7 @@ class Join(Body):
 
 
 class Load(PublishId):
-    version: int = Field(ge=0)
+    version: int = Field(ge=0, le=LARGEST_VERSION)
 
 
 class Receive(Body):

@@ -53,8 +53,7 @@ def check_model(model: str) -> None:
         if not (path / "config.json").is_file():
             raise CannotServe(f"--model {model}: the directory holds no config.json, so it is not a Hugging Face model")
         return
-    looks_local = model.startswith((".", "/", "~")) or model.count("/") != 1
-    if looks_local:
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise CannotServe(f"--model {model}: no such directory, and not a name on the hub (owner/name)")
 
 
