@@ -20,7 +20,7 @@ import torch
 from atropos_api.common import metric_names as names
 from atropos_api.common.secrets import public_settings
 from environments.tasks.records import DataUnusable
-from example_trainer.checkpointing import find_checkpoint, read_state, refuse_changed_settings
+from example_trainer.checkpointing import continue_at, find_checkpoint, read_state, refuse_changed_settings
 from example_trainer.config import TrainingConfig
 from example_trainer.distributed.ranks import Ranks
 from example_trainer.errors import CheckpointError
@@ -137,6 +137,7 @@ class FineTuning:
             self._train_step = make_train_step(self.training, policy, self._ranks)
             if checkpoint is not None and state is not None:
                 self._train_step.resume(checkpoint, state)
+                self._ranks.on_main(partial(continue_at, self._directory, checkpoint))
         except BaseException:
             self._trackers.close()
             raise

@@ -92,6 +92,23 @@ def test_a_run_that_dies_and_resumes_ends_with_the_weights_of_one_that_does_not(
     assert ended["seconds"] > sum(row["time/step"] for row in rows_of(killed))
 
 
+def test_a_run_that_went_back_and_was_killed_before_its_next_checkpoint_goes_back_again(
+    sft: Sft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--training-steps", "4", "--checkpoint-interval", "2")
+    folder = sft(*flags)
+
+    def die(self: JsonlTracker, step: int, metrics: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as dying:
+        dying.setattr(JsonlTracker, "log", die)
+        with pytest.raises(KeyboardInterrupt):
+            sft(*flags, "--resume", str(folder / "checkpoint-2"))
+    sft(*flags, "--resume", "auto")
+    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4]
+
+
 def test_a_stop_ends_the_run_after_its_step_with_a_checkpoint(sft: Sft, monkeypatch: pytest.MonkeyPatch) -> None:
     log = JsonlTracker.log
 
