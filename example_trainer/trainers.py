@@ -139,12 +139,12 @@ class Trainer:
         config = self.config
         info = self._session.begin(_run_request(config, state, resumes=resumes))
         self._ranks.on_main(lambda: note_begun(config, info.run_id, used_version or 0))
-        if checkpoint is not None:
-            self._ranks.on_main(partial(continue_at, config.checkpoint_root, checkpoint))
         self._build()
         self.progress.version = max(info.highest_policy_version, self._bridge.highest_version(), used_version or 0)
         if checkpoint is not None and state is not None:
             self._train_step.resume(checkpoint, state)
+            # After it is loaded: with one that is refused, `auto` would be refused as well from here on.
+            self._ranks.on_main(partial(continue_at, config.checkpoint_root, checkpoint))
         self._tracker = self._trackers.at(self.progress.step if resumes else None)
         if self._reporter is not None:
             self._reporter.begin(info.run_id, info.epoch)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from example_trainer.checkpointing import list_checkpoints
+from example_trainer.checkpointing import find_checkpoint, list_checkpoints
+from example_trainer.errors import CheckpointError
+from example_trainer.step import train_step
 from example_trainer.testing import ServingBridge
 from example_trainer.trainers import Trainer
 from example_trainer.weights.base import PublishReport
@@ -72,6 +74,29 @@ def test_a_crash_between_checkpoint_and_log_leaves_no_gap_in_the_metrics(
     assert [name for name in lines[2].keys() - lines[1].keys() if not name.startswith(of_the_crash)] == []
     events = (config.required_run_dir / "events.jsonl").read_text()
     assert events.count('"sign": "clipped_fraction"') == 1  # it was there before and after: nothing new
+
+
+def test_a_run_that_went_back_and_ended_at_once_goes_back_again_unless_it_was_refused(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.submit(bench.record_groups(8))
+    config = bench.config(checkpoint_interval=2)
+    assert bench.trainer(config, bench.bridge()).run()
+    back, last = list_checkpoints(config.checkpoint_root)
+    gone_back = config.model_copy(update={"resume": str(back)})
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CheckpointError("refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_step, "restore", refuse)
+        with pytest.raises(CheckpointError, match="refused"):
+            bench.trainer(gone_back, bench.bridge()).set_up()
+    assert find_checkpoint("auto", config.checkpoint_root) == last
+    ended = bench.trainer(gone_back, bench.bridge())
+    ended.set_up()
+    ended._tracker.close()
+    assert find_checkpoint("auto", config.checkpoint_root) == back
 
 
 def _dying_at(last_step: int) -> Any:
