@@ -35,9 +35,15 @@ def make_page(title: str, body: str, *, style: str = "", refresh_seconds: int | 
 
 
 def is_page(path: Path) -> bool:
-    """Return True if a file begins as the pages of `make_page` do, so that replacing it loses nobody's work."""
-    with path.open(errors="replace") as file:
-        return f'content="{POLICY}"' in file.read(1000)
+    """Return True if a file begins as the pages of `make_page` do, so that replacing it loses nobody's work.
+
+    A file that cannot be read is none.
+    """
+    try:
+        with path.open(errors="replace") as file:
+            return f'content="{POLICY}"' in file.read(1000)
+    except OSError:
+        return False
 
 
 def as_html(text: object) -> str:

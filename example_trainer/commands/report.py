@@ -95,7 +95,7 @@ def take_page(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
     if value == "" or (value is not None and Path(value).is_dir()):
         raise ConfigError(f"{HTML_FLAG} {value} is not a file to write; name one, {HTML_FLAG} report.html")
     page = None if value is None else Path(value)
-    if page is not None and page.exists() and not is_page(page):
+    if page is not None and page.is_file() and not is_page(page):
         raise ConfigError(f"{HTML_FLAG} {value} exists and is no report; name another file")
     return rest, page
 

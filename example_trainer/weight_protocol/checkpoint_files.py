@@ -109,7 +109,7 @@ def read_header(path: Path) -> list[StoredTensor]:
             if name != "__metadata__":
                 begin, end = (LENGTH_BYTES + length + int(offset) for offset in described["data_offsets"])
                 tensors.append(StoredTensor(name, path, described["dtype"], tuple(described["shape"]), begin, end))
-    except (AttributeError, LookupError, TypeError) as error:
+    except (AttributeError, LookupError, OverflowError, TypeError) as error:
         raise ValueError(f"its header has another form ({type(error).__name__}: {error})") from error
     return tensors
 
