@@ -154,7 +154,7 @@ class DatasetEnv(QuestionEnv):
     ) -> list[Mapping[str, Any]]:
         """Sample answers to a row, and return them as the rewards take them."""
         messages = self.messages(row)
-        prompt = self.template(messages) if messages else row.question
+        prompt = row.question
         room = self.longest_answer(self.chat_length(messages) if messages else len(self.tokenizer.encode(prompt)))
         options: dict[str, Any] = {
             "n": count,
@@ -178,10 +178,6 @@ class DatasetEnv(QuestionEnv):
             has_template=bool(self.tokenizer.chat_template),
             system_prompt=self.system_prompt,
         )
-
-    def template(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        text: str = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        return text
 
     async def attempt(self, question: Question) -> dict[str, Any]:
         row = _row(question)

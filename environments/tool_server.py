@@ -124,7 +124,7 @@ class ToolEnv(QuestionEnv):
             {"role": "system", "content": self.system_prompt},
             {"role": "user", "content": question.question},
         ]
-        used = len(self.tokenizer.encode(self._render(messages)))
+        used = self.chat_length(messages, tools=[TOOL])
         for turn in range(self.config.max_turns):
             room = self.room_after(used, first=turn == 0)
             if room < 1:

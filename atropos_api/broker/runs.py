@@ -111,8 +111,8 @@ class Runs:
         return sorted(self._rows.values(), key=lambda row: row.began_at)
 
     def time_after_all(self, now: float) -> float:
-        """Return the time at which a run begins: runs are told in their order by it, also after the machine's clock was
-        set back.
+        """Return the time to record as a new run's beginning: later than that of each run so far, because runs are put
+        in order by it, and the machine's clock may have been set back.
         """
         newest = max((row.began_at for row in self._rows.values()), default=now)
         return now if now >= newest else math.nextafter(newest, math.inf)

@@ -181,10 +181,11 @@ def is_sentence(text: str) -> bool:
 
 def plain(text: str) -> str:
     """Return the text without parts that carry no value: delimiters around it, spacing, a sign that introduces it."""
-    text = _MINUS.sub(r"\1\2\3-", _SCALED.sub(_multiplied, text.strip()))
+    text = _THOUSANDS.sub("", text.strip())
+    text = _MINUS.sub(r"\1\2\3-", _SCALED.sub(_multiplied, text))
     # The notation of scientific references: math-verify would read 4.5e33 as 4.5 times e times 33.
     text = _POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text).replace("°", "^\\circ ")
-    text = _THOUSANDS.sub("", text).replace("\\$", "")
+    text = text.replace("\\$", "")
     text = _SPACING.sub(" ", text).strip()
     text = _ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", text)
     wrapped = _TEXT.fullmatch(text) or _WRAPPED.fullmatch(text)

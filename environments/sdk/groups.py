@@ -184,7 +184,7 @@ def scored_group(
         tokens=[node.tokens for node in nodes],
         masks=[node.masked_tokens for node in nodes],
         scores=[float(score) for score in scores],
-        inference_logprobs=None if params and params.get(ESTIMATED) else [node.logprobs for node in nodes],
+        inference_logprobs=None if any(map(_is_estimated, nodes)) else [node.logprobs for node in nodes],
         policy_versions=[node.policy_versions for node in nodes],
         sampling_masks=_sampling_masks(nodes),
         generation_params=params,
@@ -201,17 +201,21 @@ def _sampling_masks(nodes: Sequence[SequenceNode]) -> list[list[list[int]]] | No
 
 def scored_item(node: SequenceNode, score: float, *, messages: list[Message] | None = None) -> ScoredDataItem:
     """Build one rollout from a session's sequence and its score."""
-    params = node.metadata["generation_params"]
     return ScoredDataItem(
         tokens=node.tokens,
         masks=node.masked_tokens,
         scores=float(score),
-        inference_logprobs=None if params.get(ESTIMATED) else node.logprobs,
+        inference_logprobs=None if _is_estimated(node) else node.logprobs,
         policy_versions=node.policy_versions,
         sampling_masks=node.sampling_masks,
-        generation_params=params,
+        generation_params=node.metadata["generation_params"],
         messages=messages,
     )
+
+
+def _is_estimated(node: SequenceNode) -> bool:
+    """Return True for a sequence whose tokens were encoded from the server's text: it has no logprobs."""
+    return bool((node.metadata.get("generation_params") or {}).get(ESTIMATED))
 
 
 def group_items(items: Sequence[ScoredDataItem]) -> ScoredDataGroup:
@@ -219,7 +223,8 @@ def group_items(items: Sequence[ScoredDataItem]) -> ScoredDataGroup:
     group: dict[str, Any] = {key: [item[key] for item in items] for key in ("tokens", "masks", "scores")}
     for key in OPTIONAL_PER_SEQUENCE:
         values = [item.get(key) for item in items]
-        if any(value is not None for value in values):
+        known = [value is not None for value in values]
+        if all(known) if key == "inference_logprobs" else any(known):
             group[key] = values
     for key in ("group_overrides", "generation_params"):
         merged: dict[str, Any] = {}
@@ -315,7 +320,7 @@ def _complete(group: Group, sample_log: SampleLog) -> None:
     found = [node for node in nodes if node is not None]
     if len(found) != len(nodes) or not found:
         return
-    if group.inference_logprobs is None and not found[0].metadata["generation_params"].get(ESTIMATED):
+    if group.inference_logprobs is None and not any(map(_is_estimated, found)):
         group.inference_logprobs = [node.logprobs for node in found]
     if group.policy_versions is None:
         group.policy_versions = [node.policy_versions for node in found]

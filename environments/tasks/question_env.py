@@ -187,9 +187,10 @@ class QuestionEnv(BaseEnv):
         """Return the token limit of an answer, so that the trainer accepts the whole sequence."""
         return require_room(min(self.config.max_token_length, self.longest_sequence - prompt_tokens), prompt_tokens)
 
-    def chat_length(self, messages: Sequence[Mapping[str, Any]]) -> int:
+    def chat_length(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> int:
         """Return the tokens of a chat's prompt; its template already writes the tokens that begin a text."""
-        return len(self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False))
+        render = partial(self.tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False)
+        return len(render(list(messages), tools=tools))
 
     @property
     def longest_sequence(self) -> int:

@@ -24,7 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from atropos_api.client import BrokerUnreachable, ServerEvent, watch_events
+from atropos_api.client import BrokerHostUnknown, BrokerUnreachable, ServerEvent, watch_events
 from atropos_api.client.events import count_drops, explain_drops, explain_wait
 from atropos_api.common.cliconfig import ConfigError, load_config, refuse_unknown_option
 from atropos_api.common.identity import require_address
@@ -357,6 +357,10 @@ def _listen(snapshot: BrokerSnapshot, token: TokenSource) -> Iterator[ServerEven
             if not snapshot.status:
                 raise ConfigError(_no_broker(snapshot.url, error)) from error
             snapshot.lost_because = str(error.__cause__ or error)
+        except BrokerHostUnknown as error:
+            if not snapshot.status:
+                raise
+            snapshot.lost_because = str(error.__cause__ or error)  # the name was right, so this is an outage
         yield None
         time.sleep(RECONNECT_SECONDS)
 

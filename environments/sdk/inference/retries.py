@@ -4,7 +4,7 @@ A server that restarts, is paused for a publish or has no policy yet is normal h
 request at a time is repeated as a probe and all others wait for its outcome, so that an outage costs almost nothing and
 its end is noticed at once. Only real requests are used to find out whether a server is healthy. If another server is
 up, a request moves there instead of waiting; an unavailable server is tried again now and then, by a single request
-each time. Calls to the broker are repeated by `atropos_api.client.calls`.
+each time. Calls to the broker are repeated as `atropos_api.client.connection` decides.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ class ServerChannel:
         self._recovered: anyio.Event | None = None
         self._avoided_seconds = 0.0
         self._avoided_until = 0.0
-        self._answered = False
-        """True once the server has answered: its name is right, so a lookup that fails later is an outage."""
+        self.host_is_known = False
+        """True once the server has answered, and from the start if it is a registered one: its name is right, so a
+        lookup that fails is an outage."""
 
     @property
     def up(self) -> bool:
@@ -186,7 +187,8 @@ class ServerChannel:
                 return outcome
 
     def _should_retry(self, outcome: Outcome, server_errors: int) -> bool:
-        unknown_host = isinstance(outcome, OSError) and find_host_error(outcome, answered=self._answered) is not None
+        error = outcome if isinstance(outcome, OSError) else None
+        unknown_host = find_host_error(error, answered=self.host_is_known) is not None
         return self.config.health_check and not unknown_host and server_errors < SERVER_ERROR_ATTEMPTS
 
     def _content_or_raise(self, outcome: Outcome, url: str) -> bytes:
@@ -201,7 +203,7 @@ class ServerChannel:
 
     def _unreachable(self, error: OSError) -> InferenceHostUnknown | InferenceUnavailable:
         url = self.config.base_url
-        if (unknown := find_host_error(error, answered=self._answered)) is not None:
+        if (unknown := find_host_error(error, answered=self.host_is_known)) is not None:
             return InferenceHostUnknown(f"the host of {url} cannot be resolved ({unknown}); check --openai.base_url")
         return InferenceUnavailable(
             f"no inference server answers at {url} ({type(error).__name__} {error}); start it or set --openai.base_url"
@@ -226,7 +228,7 @@ class ServerChannel:
             if call.streamed:
                 raise InferenceUnavailable(f"the answer of {call.url} ended early: {_describe(error)}") from error
             return error
-        self._answered = True
+        self.host_is_known = True
         if outcome.status not in RETRIED_STATUSES:
             self._avoided_seconds = self._avoided_until = 0.0
         return outcome

@@ -198,6 +198,25 @@ def test_lines_elsewhere_than_on_a_terminal_and_a_broker_that_comes_back():
     assert errors == ""
 
 
+def test_a_name_that_cannot_be_looked_up_any_more_is_a_lost_connection(monkeypatch):
+    status = ServerEvent(id=None, type="status", data={"run": None})
+    outcomes = iter([[status], BrokerHostUnknown("no name server answers"), [status], KeyboardInterrupt()])
+
+    def watch(*_, **__):
+        outcome = next(outcomes)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        yield from outcome
+
+    monkeypatch.setattr(top, "watch_events", watch)
+    monkeypatch.setattr(top, "RECONNECT_SECONDS", 0.0)
+    out = io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        top.run(["http://of-a-pod.test:8000"], out)
+    assert "no name server answers" in out.getvalue()
+    assert next(outcomes, None) is None
+
+
 def until(lines, wanted):
     seen = []
     for line in lines:

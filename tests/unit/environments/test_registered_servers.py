@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import socket
 
 import anyio
 import pytest
@@ -33,9 +34,13 @@ class Farm:
             for name, delay in delays.items()
         }
         self.silent, self.refusing, self.asked = set(), set(), []
+        self.lookups_to_fail = 0
 
     async def request(self, method, url, body, *, on_piece=None):
         name = url.split("/")[2]
+        if self.lookups_to_fail:
+            self.lookups_to_fail -= 1
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         if url.endswith("/generate"):
             self.asked.append(name)
         if name in self.silent:
@@ -137,6 +142,15 @@ async def test_many_requests_that_wait_for_a_server_log_one_line_together(scene,
     assert caplog.text.count("waiting for an inference server") in {1, 2, 3}
     await scene.register("one")
     await scene.until("one")
+
+
+async def test_a_new_servers_name_that_is_not_known_here_yet_is_waited_for(scene):
+    scene.farm.lookups_to_fail = 2
+    await scene.register("one")
+    await scene.until("one")
+    await scene.ask()
+    assert scene.farm.lookups_to_fail == 0
+    assert scene.farm.asked == ["one"]
 
 
 async def test_joiners_are_not_asked(scene):

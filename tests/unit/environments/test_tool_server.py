@@ -118,6 +118,14 @@ async def test_a_chat_that_is_full_ends_and_no_sequence_is_longer_than_the_train
     assert all(len(tokens) < 2000 for tokens in group["tokens"])
 
 
+async def test_a_first_answer_without_end_is_no_longer_than_the_trainer_takes(make):
+    env, fake = await make(["x" * 4000], max_new_tokens=3000)
+    env.max_token_len = 2000
+    group, _ = await env.collect_trajectories(await env.get_next_item())
+    assert len(fake.requests) == 2
+    assert [len(tokens) for tokens in group["tokens"]] == [1999, 1999]
+
+
 async def test_an_evaluation_tells_how_often_the_tool_was_called(make, tmp_path):
     env, _ = await make([call("35 + 7"), "\\boxed{42}"], data_dir_to_save_evals=str(tmp_path / "evals"))
     await evaluate_alone(env)

@@ -84,6 +84,8 @@ def is_running(pid):
         ("500000", r"0.5 \text{ million}"),
         ("5000000", r"\text{5 million}"),
         ("5 million", "5,000 thousand"),
+        ("1200000000", "1{,}200 million"),
+        ("1200000000", r"1\,200 \text{ million}"),
         ("-5", "negative 5"),
         ("-5", "-$5$"),
         ("-5", "x = minus 5"),

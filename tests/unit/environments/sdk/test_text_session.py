@@ -58,6 +58,17 @@ async def test_estimated_tokens_are_marked_and_never_claim_logprobs(tokenizer):
     assert tokenizer.decode(trained) == "five<|end|>"
 
 
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_group_with_one_estimated_member_claims_no_logprobs(tokenizer, first):
+    manager, _ = text_manager(tokenizer, allow_estimated_tokens=True)
+    async with manager.managed_server() as session:
+        await session.chat_completion(messages=CHAT, n=2)
+    nodes = list(session.nodes)
+    nodes[first].metadata["generation_params"] = {"temperature": 1.0}  # as if another server had returned tokens
+    for raw in (scored_group(nodes, [0.0, 1.0]), group_items([scored_item(node, 1.0) for node in nodes])):
+        assert to_wire(raw, SampleLog("train", nodes=nodes)).inference_logprobs is None
+
+
 async def test_a_provider_is_given_parts_of_every_kind_and_the_choice_of_tools(tokenizer):
     manager, provider = text_manager(tokenizer)
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
