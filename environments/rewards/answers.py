@@ -25,7 +25,7 @@ _NUMERAL = r"(?:\d{1,3}(?:,\d{3}){1,99}(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _THIN_SPACE = re.compile(r"(?<=\d)\\[,!](?=\d)")
 
 _SIGN = r"(?P<sign>[-+]\s*|(?<![\w-])(?ai:minus|negative)\s{1,4})?"
-_SCALE = rf"\$?[\s~-]{{0,4}}(?:\\(?:text|mbox|mathrm)\{{\s{{0,4}})?(?P<scale>(?ai:{'|'.join(SCALES)}))s?\b"
+_SCALE = rf"\$?[ \t~-]{{0,4}}(?:\\(?:text|mbox|mathrm)\{{\s{{0,4}})?(?P<scale>(?ai:{'|'.join(SCALES)}))s?\b"
 
 _NUMBER = re.compile(
     rf"{_SIGN}(?:\\?[$£€]\s*)?(?P<inner>[-+])?(?:(?:(?P<whole>\d+)\s*)?\\[dt]?frac\s*"

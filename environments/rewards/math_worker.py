@@ -24,8 +24,8 @@ ABOUT = 0.05
 _POWER_OF_TEN = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,4})(?![\w.]*\w)")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALED = re.compile(
-    r"(?<![\w./^])(?<!\^\{)(\d{1,20}|\d{1,3}(?:,\d{3}){1,9})(?:\.(\d{1,20}))?(\$?)"
-    rf"[\s~-]{{0,4}}(?:\\(?:text|mbox|mathrm)\{{\s{{0,4}}({'|'.join(_SCALES)})s?\s{{0,4}}\}}|({'|'.join(_SCALES)})s?\b)",
+    r"(?<![\w./^])(?<!\^\{)(\d{1,20}|\d{1,3}(?:,\d{3}){1,9})(?:\.(\d{1,20}))?(\$?)[ \t~-]{0,4}"
+    rf"(?:\\(?:text|mbox|mathrm)\{{\s{{0,4}}({'|'.join(_SCALES)})s?\s{{0,4}}\}}|({'|'.join(_SCALES)})s?\b)",
     re.IGNORECASE | re.ASCII,
 )
 _MINUS = re.compile(

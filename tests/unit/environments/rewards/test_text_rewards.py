@@ -68,6 +68,7 @@ def test_numbers_are_read_as_people_write_them(text, value):
 
 def test_the_last_number_is_the_one_that_ends_last():
     assert last_number("3 and 4, then 5.") == 5
+    assert last_number("#### 5\n\nMillions of people agree.") == 5
 
 
 @pytest.mark.parametrize(
