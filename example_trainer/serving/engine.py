@@ -93,6 +93,16 @@ def leaves_nothing(params: Any, vocabulary: int) -> bool:
     return len(forbidden) >= vocabulary
 
 
+def check_id(request_id: str) -> None:
+    """Refuse an id with half a surrogate pair before vLLM records it: with n > 1 it fails on it while it refuses."""
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        request_id.encode()
+    except UnicodeEncodeError as error:
+        raise VLLMValidationError(f"the request has an id that cannot be passed to the engine: {error}") from error
+
+
 def refuse_what_cannot_be_sent(async_llm: Any) -> None:
     """Report integers beyond 64 bits and lone surrogates to the client, and remove the request that has them.
 
@@ -301,11 +311,11 @@ class EngineAdapter:
         def admit(*args: Any, **kwargs: Any) -> Any:
             try:
                 request = process(*args, **kwargs)
-                request.request_id.encode()  # with n > 1 vLLM would fail on such an id while it handles our refusal
             except (OverflowError, UnicodeEncodeError, TypeError) as error:
                 raise VLLMValidationError(
                     f"the request has a value that is neither text nor number: {error}"
                 ) from error
+            check_id(request.request_id)
             if self.async_llm.tokenizer is None:
                 check_prompt(request.prompt_token_ids or [], vocabulary)
             if request.sampling_params is not None:

@@ -46,7 +46,6 @@ MALFORMED = [
     ("/v1/completions", {"prompt": [5], "stop": HALF_A_CHARACTER}),
     ("/v1/completions", {"prompt": [5], "bad_words": [HALF_A_CHARACTER]}),
     ("/v1/completions", {"prompt": [5], "request_id": HALF_A_CHARACTER}),
-    ("/v1/completions", {"prompt": [5], "request_id": HALF_A_CHARACTER, "n": 2}),
     ("/v1/completions", {"prompt": HALF_A_CHARACTER}),
     ("/v1/completions", {"prompt": [5], "logprobs": 2, "logprob_token_ids": [1, HUGE]}),
     ("/v1/completions", {"prompt": [5], "allowed_token_ids": [25], "bad_words": ["8"]}),

@@ -125,7 +125,8 @@ def wait_for_nothing_left(server):
 
 def test_what_cannot_be_sent_to_the_engine_is_forgotten(plain_server):
     """VLLM kept a record of such a request, and its adapter, for ever."""
-    for fields in ({"top_k": HUGE}, {"stop": HALF_A_CHARACTER}, {"request_id": HALF_A_CHARACTER}):
+    bad_id = {"request_id": HALF_A_CHARACTER}
+    for fields in ({"top_k": HUGE}, {"stop": HALF_A_CHARACTER}, bad_id, bad_id | {"n": 2}):
         body = {"model": str(plain_server.model), "prompt": PROMPT, **fields}
         refused = post_escaped(plain_server, "/v1/completions", body)
         assert refused.status_code == 400, refused.text

@@ -133,7 +133,7 @@ async def test_without_a_tokenizer_text_is_refused_where_it_would_be_ignored(bod
 @pytest.mark.parametrize(("prompt", "refused"), [([5, 300], "300"), ([-3], "-3"), ([0, 299], None)])
 def test_without_a_tokenizer_tokens_that_the_model_lacks_are_refused_before_they_end_the_engine(prompt, refused):
     """VLLM compares tokens with the vocabulary in its tokenizer's code only."""
-    request = SimpleNamespace(prompt_token_ids=prompt, sampling_params=None, lora_request=None)
+    request = SimpleNamespace(request_id="0", prompt_token_ids=prompt, sampling_params=None, lora_request=None)
     processor = SimpleNamespace(process_inputs=lambda: request)
     core = SimpleNamespace(add_request_async=None)
     config = SimpleNamespace(get_vocab_size=lambda: 300)
