@@ -186,7 +186,7 @@ def read_prompt(told: list[Any] | None) -> list[dict[int, float] | None] | None:
     ]
 
 
-def difference(lone: Said, other: Said, tolerance: float = 1e-3) -> str | None:
+def difference(lone: Said, other: Said, tolerance: float) -> str | None:
     """Describe the first difference between an answer and the one to the same request alone; None if there is none."""
     if (lone.status, len(lone.outputs)) != (other.status, len(other.outputs)):
         return f"alone {lone.status} with {len(lone.outputs)} outputs, here {other.status}: {other.body[:300]}"
@@ -243,7 +243,7 @@ def close(a: float | None, b: float | None, tolerance: float) -> bool:
     return math.isclose(a, b, abs_tol=tolerance)
 
 
-def until_difference(lone: list[Said], said: Said, numbers: Callable[[int], int]) -> str | None:
+def until_difference(lone: list[Said], said: Said, numbers: Callable[[int], int], tolerance: float) -> str | None:
     """Describe how an answer's tokens of its first version differ from the answer alone under its weights, or None."""
     for position, output in enumerate(said.outputs):
         spans = output.versions or []
@@ -255,7 +255,7 @@ def until_difference(lone: list[Said], said: Said, numbers: Callable[[int], int]
         if output.tokens[:end] != expected.tokens[:end]:
             return f"tokens before {end}: alone {expected.tokens}, here {output.tokens}"
         if output.logprobs is not None and (
-            found := differing_numbers((expected.logprobs or [])[:end], output.logprobs[:end], 1e-3)
+            found := differing_numbers((expected.logprobs or [])[:end], output.logprobs[:end], tolerance)
         ):
             return found
     return None

@@ -78,9 +78,9 @@ class Verdict:
         under = {numbers(version) for version in versions}
         if spans and len(under) > 1:  # each token has a version; compared alone, only the first can agree
             self.counts["changed on the way"] += 1
-            found = until_difference(lone, said, numbers)
+            found = until_difference(lone, said, numbers, ask.tolerance)
         else:
-            found = [difference(lone[number], said) for number in sorted(under)]
+            found = [difference(lone[number], said, ask.tolerance) for number in sorted(under)]
             found = None if None in found else found[0]
             if len(under) > 1 and found is not None:  # `/v1` does not return the versions
                 self.counts["changed on the way, untold"] += 1
