@@ -170,7 +170,8 @@ def test_a_drained_server_ends_and_is_not_started_again(start) -> None:
 def test_an_added_server_that_does_not_start_leaves_the_run_as_it_was_and_says_why(start) -> None:
     scene = start(STANDIN_VLLM="lone")
     scene.wait_for_serving(1)
-    assert scene.verb("scale", "vllm=2").returncode == 0
+    asked = scene.verb("scale", "vllm=2")  # the server may end before the verb has its answer, which then is the reason
+    assert asked.returncode == 0 or "vllm-2 did not start" in asked.stderr, asked
     assert wait_until(lambda: bool(scene.fleet.note), LIMIT_SECONDS), scene.launched.logs()
     assert "vllm-2 did not start: it exited with code 1" in scene.fleet.note
     assert (scene.fleet.wanted, scene.fleet.running) == (1, 1)
