@@ -49,7 +49,8 @@ test: $(INSTALLED_DEV)
 	$(BIN)/python -m pytest tests/e2e $(TEST_FLAGS) || $(BIN)/python -m pytest tests/e2e $(AGAIN)
 	$(BIN)/python -m pytest --ignore tests/e2e $(TEST_FLAGS) || $(BIN)/python -m pytest --ignore tests/e2e $(AGAIN)
 
-# Hours. TEST_ALL names stages of tests/nightly.py, all of them if it is empty.
+# Hours. TEST_ALL names stages of tests/nightly.py, all of them if it is empty. Stages that passed at this commit are not
+# run again.
 test-all: $(INSTALLED_DEV)
 	$(BIN)/python tests/nightly.py $(TEST_ALL)
 

@@ -2,12 +2,14 @@
 
 Each stage is one run of pytest with the variables that select its long forms; stages whose tests need a package that is
 not locked run in an environment of their own, which sees the packages of the first one too. A skip without one of the
-reasons below fails the whole run, so that nothing is left out silently.
+reasons below fails the whole run, so that nothing is left out silently. A call that was interrupted is repeated: stages
+that passed at the same commit are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -142,6 +144,25 @@ class Result:
     def unexpected(self) -> list[str]:
         return [reason for reason in self.skips if not any(re.search(known, reason) for known in EXPECTED_SKIPS)]
 
+    @property
+    def failed(self) -> bool:
+        return bool(self.code or self.unexpected)
+
+    def save(self, folder: Path, commit: str) -> None:
+        """Record in `folder` that the stage passed at `commit`."""
+        (folder / f"{self.stage}.json").write_text(json.dumps({"commit": commit} | vars(self)))
+
+    @classmethod
+    def load(cls, folder: Path, stage: str, commit: str) -> Result | None:
+        """Return the recorded result of a stage that passed at `commit`."""
+        record = folder / f"{stage}.json"
+        if not record.exists():
+            return None
+        values = json.loads(record.read_text())
+        if values.pop("commit") != commit:
+            return None
+        return cls(**values | {"counts": Counter(values["counts"]), "skips": Counter(values["skips"])})
+
 
 def install_system_packages() -> None:
     """Install the missing Debian packages, as root or by sudo."""
@@ -199,9 +220,19 @@ def read_report(report: Path, result: Result) -> None:
             result.skips[outcome.get("message", "")] += 1
 
 
+def commit_of_a_clean_tree() -> str:
+    """Return the checked-out commit, or nothing if tracked files differ from it."""
+    git = ("git", "-C", str(ROOT))
+    status, head = (
+        subprocess.run([*git, *command], capture_output=True, text=True, check=False)
+        for command in (("status", "--porcelain", "--untracked-files=no"), ("rev-parse", "HEAD"))
+    )
+    return "" if status.returncode or status.stdout else head.stdout.strip()
+
+
 def show(result: Result) -> None:
     counts = ", ".join(f"{number} {what}" for what, number in sorted(result.counts.items()))
-    verdict = "ok" if result.code == 0 and not result.unexpected else "FAILED"
+    verdict = "FAILED" if result.failed else "ok"
     lines = [f"{result.stage:14} {verdict:7} {result.seconds / 60:6.1f} min  {counts}"]
     lines += [f"{'':14} skipped {number}: {reason[:110]}" for reason, number in result.skips.items()]
     sys.stdout.write("\n".join(lines) + "\n")
@@ -219,12 +250,19 @@ def main() -> int:
         parser.error(f"no stage {', '.join(sorted(unknown))}")
     OUTPUT.mkdir(parents=True, exist_ok=True)
     install_system_packages()
+    commit = commit_of_a_clean_tree()
     results = []
     for stage in STAGES:
-        if not asked or stage.name in asked:
-            results.append(run(stage))
-            show(results[-1])
-    failed = [result.stage for result in results if result.code or result.unexpected]
+        if asked and stage.name not in asked:
+            continue
+        result = Result.load(OUTPUT, stage.name, commit) if commit else None
+        if result is None:
+            result = run(stage)
+            if commit and commit == commit_of_a_clean_tree() and not result.failed:
+                result.save(OUTPUT, commit)
+        results.append(result)
+        show(result)
+    failed = [result.stage for result in results if result.failed]
     minutes = sum(result.seconds for result in results) / 60
     total = sum((result.counts for result in results), Counter())
     sys.stdout.write(f"{minutes:.0f} min, {total['passed']} passed; ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 from tests import nightly
@@ -55,3 +56,11 @@ def test_a_skip_without_a_known_reason_is_a_failure() -> None:
     result = nightly.Result("stage", 1.0, 0)
     result.skips.update(["takes minutes; ATROPOS_KILLS=all runs it", "needs an NVIDIA GPU"])
     assert result.unexpected == ["takes minutes; ATROPOS_KILLS=all runs it"]
+
+
+def test_a_stage_that_passed_is_not_run_again_at_the_same_commit(tmp_path: Path) -> None:
+    result = nightly.Result("runs", 61.5, 0, Counter(passed=3, skipped=1), Counter({"needs an NVIDIA GPU": 1}))
+    result.save(tmp_path, "3f2a")
+    assert nightly.Result.load(tmp_path, "runs", "3f2a") == result
+    assert nightly.Result.load(tmp_path, "runs", "77b0") is None
+    assert nightly.Result.load(tmp_path, "unit", "3f2a") is None
