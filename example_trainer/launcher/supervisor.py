@@ -7,11 +7,9 @@ that has ended, or has lost a long-lived process, although it should be running;
 
 from __future__ import annotations
 
-import getpass
 import itertools
 import shutil
 import signal
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +32,7 @@ from example_trainer.processes.child import (
 )
 from example_trainer.processes.cleanup import Guardian, SharedMemoryLedger
 from example_trainer.processes.program_log import SHOWN_LINES, limit_size, reason
+from example_trainer.processes.scratch import make_scratch, name_scratch, scratch_variables
 from example_trainer.processes.tree import (
     MARK_VARIABLE,
     children_by_parent,
@@ -55,9 +54,6 @@ OBSERVE_INTERVAL_SECONDS = 1.0
 LEAST_FREE_BYTES = 64 * 1024
 """Free space on a disk, at which programs that write to it fail."""
 
-# vLLM appends 37 characters for a socket, whose whole path the kernel limits to 107.
-LONGEST_SCRATCH = 70
-
 # A child's own process that has run this long is needed by the child, so its end is a failure.
 SETTLED_AFTER_SECONDS = 3.0
 
@@ -71,13 +67,13 @@ class Supervisor:
         self._mark = uuid.uuid4().hex
         self._starts = itertools.count(1)
         # A directory of its own keeps sockets and scratch files of killed children findable.
-        self._temporary_dir = _name_scratch(self._mark)
+        self._temporary_dir = str(name_scratch(f"atropos-{self._mark[:12]}"))
         self._shared_memory = SharedMemoryLedger()
         # Before the directory is made, so that a launcher that is killed between the two leaves no directory.
         self._guardian: Guardian | None = Guardian(
             mark=self._mark, temporary_dir=self._temporary_dir, detached=detached
         )
-        _make_scratch(self.scratch)
+        make_scratch(self.scratch)
         self._children: dict[str, Child] = {}
         self._observed_at = 0.0
 
@@ -202,13 +198,11 @@ class Supervisor:
         return (*spec.command, "--config", str(path))
 
     def _environment(self, spec: ChildSpec, mark: str) -> dict[str, str]:
-        scratch = self._temporary_dir
         own = {
             MARK_VARIABLE: mark,
             "SPT_NOENV": "1",  # setproctitle would otherwise write its title over the mark
-            "TMPDIR": scratch,
-            "VLLM_RPC_BASE_PATH": scratch,
             "PYTHONUNBUFFERED": "1",
+            **scratch_variables(self.scratch),
         }
         return {**own, **spec.environment}
 
@@ -258,23 +252,6 @@ def _is_short_task(process: psutil.Process, child: Child) -> bool:
         return compiles or bool(process.exe() != child.handle.exe())
     except psutil.Error:
         return True
-
-
-def _name_scratch(mark: str) -> str:
-    """Return the path of the run's temporary directory, which is not made yet."""
-    scratch = Path(tempfile.gettempdir()) / f"atropos-{mark[:12]}"
-    return str(scratch if len(str(scratch)) <= LONGEST_SCRATCH else Path("/tmp", scratch.name))  # noqa: S108 - its name is random
-
-
-def _make_scratch(scratch: Path) -> None:
-    """Make the temporary directory, with a link to torch's compile cache, so that compiled code is found again."""
-    scratch.mkdir(mode=0o700)
-    try:
-        compile_cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-    except (KeyError, OSError):  # a user without a name, which a container may have: then torch compiles anew
-        return
-    compile_cache.mkdir(exist_ok=True)
-    (scratch / compile_cache.name).symlink_to(compile_cache)
 
 
 def _refusal(child: SupervisedProgram) -> str:

@@ -22,6 +22,7 @@ from atropos_api.common.logs import LogContext, setup_logging
 from example_trainer.errors import CannotServe
 from example_trainer.processes.gpus import serves_from_gpu
 from example_trainer.processes.ports import ServerSockets, open_sockets
+from example_trainer.processes.scratch import server_scratch
 from example_trainer.serving.config import (
     RegistrationIdentity,
     ServerConfig,
@@ -78,7 +79,8 @@ def run(argv: Sequence[str]) -> int:
         identity = config.identify(boot_id, os.environ, encrypted=_encrypts(rest))
         announce_start(config.broker_url, identity, config.broker_source(os.environ))
     try:
-        failure = _serve(config, rest, boot_id, cause, sockets, starting, logs, identity)
+        with server_scratch(os.environ):
+            failure = _serve(config, rest, boot_id, cause, sockets, starting, logs, identity)
     finally:
         if config.broker_url is not None and identity is not None:
             withdraw(config.broker_url, identity, config.broker_source(os.environ))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -127,12 +129,14 @@ def test_a_start_whose_engine_is_killed_is_not_a_refusal_so_that_a_launcher_trie
 
 @pytest.mark.vllm
 def test_r27_nothing_is_served_before_the_first_publish_and_old_files_are_swept(start_server, wait_until):
+    temporary = Path(tempfile.mkdtemp())  # pytest's own are too long for sockets
     dead = Path("/dev/shm/atropos-00000000deadbeef-weights")
     dead.write_bytes(b"left by a server that was killed")
     other = Path("/dev/shm/atropos-of-somebody-else")
     other.write_bytes(b"not ours")
     try:
-        server = start_server(environ={"NUM_INFERENCE_NODES": "0", "VLLM_USE_V1": "0", "VLLM_API_KEY": "sesam"})
+        variables = {"NUM_INFERENCE_NODES": "0", "VLLM_USE_V1": "0", "VLLM_API_KEY": "sesam", "TMPDIR": str(temporary)}
+        server = start_server(environ=variables)
         assert not dead.exists()
         assert other.exists()
     finally:
@@ -155,6 +159,8 @@ def test_r27_nothing_is_served_before_the_first_publish_and_old_files_are_swept(
     server.publish()
     assert server.generate([5], max_tokens=1)["policy_versions"] == [[[0, 1, 1]]]
     stop_under_load(server, wait_until)
+    assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
+    shutil.rmtree(temporary)
 
 
 def stop_under_load(server, wait_until):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +19,21 @@ from .test_broadcast import SMALL_BUCKET, agree, shift
 pytestmark = pytest.mark.vllm
 
 
+def workers_memory():
+    """Return the files of shared memory of all vLLM workers on this machine's CPU."""
+    return set(Path("/dev/shm").glob("vllm_dist_*"))
+
+
 @pytest.fixture(scope="module")
 def server(start_server):
     token = {"ATROPOS_BRIDGE_TOKEN": "known"}
+    before = workers_memory()
     started = start_server("--await-policy", "--tensor-parallel-size", "2", environ=token)
+    own = workers_memory() - before
     yield started
     started.stop()
+    assert own
+    assert not own & workers_memory(), "8 MiB are left for each start by vLLM's own end"
 
 
 @pytest.fixture(scope="module")
