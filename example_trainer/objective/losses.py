@@ -79,6 +79,8 @@ class LossSettings:
     loss_type: str = "grpo"
     own_loss: OwnLoss | None = None
     """User-defined loss that replaces the surrogate of `loss_type`."""
+    fused_clip: FusedClip | None = None
+    """Compiled `clipped_losses` of these settings, from `[N]` log-ratios and advantages; None for plain operations."""
     importance_sampling: Literal["clip", "truncated", "masked"] = "clip"
     """Form of the off-policy correction by one ratio, policy to sampler."""
     clip_eps_low: float = 0.2
@@ -115,6 +117,8 @@ class LossSettings:
         """True if every token is already weighted by a bounded ratio to the sampler."""
         return self.importance_sampling != "clip" or self.mismatch_correction != "none"
 
+
+FusedClip: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 OwnLoss: TypeAlias = Callable[[LossInputs, LossSettings], Tensor]
 """A user-defined loss: it returns `[N]` values with gradient, one per trained token; the trainer averages them."""
@@ -207,8 +211,10 @@ def mismatch_of(inputs: LossInputs, settings: LossSettings) -> Tensor:
 
 
 def _surrogate(inputs: LossInputs, settings: LossSettings) -> Tensor:
-    logs = surrogate_log_ratios(inputs, settings)
-    ratios, advantages = logs.exp(), inputs.advantages
+    logs, advantages = surrogate_log_ratios(inputs, settings), inputs.advantages
+    if settings.fused_clip is not None:
+        return settings.fused_clip(logs, advantages)
+    ratios = logs.exp()
     if settings.importance_sampling != "clip":
         bound = truncated_weights if settings.importance_sampling == "truncated" else masked_weights
         return weighted_losses(inputs.logprobs, bound(ratios, settings.tis_floor, settings.tis_cap), advantages)

@@ -28,13 +28,20 @@ from atropos_api.common import metric_names as names
 from atropos_api.common.import_path import import_own
 from example_trainer.errors import UnusableLoss
 from example_trainer.modeling.micro_batches import Row
-from example_trainer.objective.losses import LossInputs, LossSettings, OwnLoss, loss_terms
+from example_trainer.objective.losses import (
+    FusedClip,
+    LossInputs,
+    LossSettings,
+    OwnLoss,
+    clipped_losses,
+    loss_terms,
+)
 from example_trainer.objective.metrics import policy_metrics
 from example_trainer.objective.ratios import KlController, log_ratios, sequence_means, teacher_credits
 from example_trainer.objective.reference_policy import Reference, Score
 from example_trainer.objective.sampling_masks import labels_with_masks, over_masks
 from example_trainer.objective.surrogates import outward_squares, second_moment_cut
-from example_trainer.options.objective import WHOLE_SEQUENCE_LOSSES
+from example_trainer.options.objective import CLIPPED_LOSSES, WHOLE_SEQUENCE_LOSSES
 from example_trainer.state import ObjectiveState
 
 if TYPE_CHECKING:
@@ -153,6 +160,29 @@ class Objective:
             targets = replace(targets, trusted=self._trusted(rows, targets, score, gather))
         return targets
 
+    def fuse_clip(self, device: torch.device) -> None:
+        """Compile ratio, clip and minimum of the clipped losses into one kernel, if it proves equal on `device`.
+
+        Plain operations read and write the `[n]` arrays ten times forward and as often backward.
+        """
+        settings = self.settings
+        if settings.loss_type not in CLIPPED_LOSSES or settings.importance_sampling != "clip" or settings.own_loss:
+            return
+
+        def clipped(logs: Tensor, advantages: Tensor) -> Tensor:
+            return clipped_losses(logs.exp(), advantages, settings)
+
+        fused = torch.compile(clipped, dynamic=True)
+        try:
+            is_equal = torch.allclose(_clip_of_a_grid(fused, device), _clip_of_a_grid(clipped, device), atol=1e-6)
+        except RuntimeError as error:
+            logger.warning("the clip of ratios is not compiled: %s", (str(error).splitlines() or [repr(error)])[0])
+            return
+        if is_equal:
+            self.settings = replace(settings, fused_clip=fused)
+        else:
+            logger.warning("the clip of ratios is not compiled: it differs from plain operations on this device")
+
     def _teacher_temperatures(self, sampled_at: Tensor) -> Tensor:
         """Return `[N]` temperatures of the teacher's probabilities: those of the rollouts, unless one is set."""
         fixed = self.settings.distill_temperature
@@ -269,6 +299,14 @@ def make_objective(config: TrainingOptions, policy: Policy) -> Objective:
         reference = Reference(policy, model_name=config.ref_model, update_interval=config.ref_update_interval)
     kl = KlController(config.kl_coef, target=config.target_kl, rate=config.kl_adapt_rate)
     return Objective(settings, reference=reference, kl=kl, several_updates=config.optimizer_steps_per_batch > 1)
+
+
+def _clip_of_a_grid(clip: FusedClip, device: torch.device) -> Tensor:
+    """Return `[2, n]` losses and gradients of log-ratios within and beyond all bounds, for advantages of both signs."""
+    logs = torch.linspace(-3.0, 3.0, 61, device=device).repeat(2).requires_grad_()
+    advantages = torch.tensor([1.0, -0.5], device=device).repeat_interleave(61)
+    losses = clip(logs, advantages)
+    return torch.stack([losses.detach(), *torch.autograd.grad(losses.sum(), logs)])
 
 
 def _at(values: Tensor | None, at: Tensor) -> Tensor | None:

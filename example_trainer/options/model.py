@@ -57,9 +57,9 @@ class LoadingOptions(BaseModel):
     )
     kernels: Kernels = Field(
         "auto",
-        description="Kernels of the learner's norms, rotary positions, SwiGLU and head: eager (each operation alone), "
-        "compile (torch.compile, needs a C++ compiler) or liger (pip install liger-kernel). auto: compile on a GPU if "
-        "it computes the same there, else eager.",
+        description="Kernels of the learner's norms, rotary positions, SwiGLU, head and clip: eager (each operation "
+        "alone), compile (torch.compile, needs a C++ compiler) or liger (pip install liger-kernel). auto: compile on a "
+        "GPU if it computes the same there, else eager.",
     )
     debug_loading: bool = Field(False, description="Log each tensor while the model is loaded.")
 

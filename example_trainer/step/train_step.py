@@ -119,14 +119,18 @@ def make_train_step(config: TrainingConfig, policy: Policy, ranks: Ranks | None 
     """Return a train step for a policy that has just been loaded."""
     optimizer = make_optimizer(policy.masters.values(), optimizer_settings(config))
     layout = choose_layout(policy, padded=config.pad_to is not None)
+    objective = make_objective(config, policy)
+    head_passes = install_kernels(policy, config.kernels, layout)
+    if head_passes is not None:
+        objective.fuse_clip(policy.device)
     learner = Learner(
         policy,
         optimizer,
         config,
-        objective=make_objective(config, policy),
+        objective=objective,
         layout=layout,
         ranks=ranks,
-        head_passes=install_kernels(policy, config.kernels, layout),
+        head_passes=head_passes,
     )
     alignment = Alignment(
         learner, keep=config.keep_versions, sample_sequences=config.alignment_sample_sequences, seed=config.seed
