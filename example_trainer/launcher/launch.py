@@ -173,15 +173,20 @@ class Launch:
                 if self.settings.trainer.load_in_4bit:
                     discard_other_base(self.run.root, model, self.settings.trainer.dtype)
                 return self._train(plan, supervisor, snapshot, view, stop)
-            except Interrupted:
-                grace_seconds = self.settings.trainer.stop_grace
-                if TRAINER in supervisor:
-                    # Before its servers: a publish would wait for them, and the last checkpoint comes after it.
-                    supervisor.stop(TRAINER, grace_seconds=grace_seconds)
-                supervisor.close(grace_seconds=grace_seconds)
+            except (Interrupted, ChildFailed):
+                self._stop_trainer(supervisor, snapshot, view, stop)
                 raise
             finally:
                 view.close()
+
+    def _stop_trainer(self, supervisor: SeatedSupervisor, snapshot: Snapshot, view: View, stop: StopRequest) -> None:
+        """End the trainer before its servers: a publish would wait for them, and its last checkpoint comes after it."""
+        if TRAINER not in supervisor:
+            return
+        snapshot.phase = "stopping: the trainer writes a checkpoint (a second signal ends it at once)"
+        view.update(snapshot, ())
+        grace_seconds = self.settings.trainer.stop_grace
+        supervisor.stop(TRAINER, grace_seconds=grace_seconds, is_urgent=lambda: stop.is_urgent)
 
     def _place(self, supervisor: SeatedSupervisor, snapshot: Snapshot, view: View, go_on: Callable[[], None]) -> None:
         """Have every role placed before anything starts, so that a run that does not fit leaves nothing behind."""

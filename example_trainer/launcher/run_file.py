@@ -83,10 +83,10 @@ class RunConfig(TrainingConfig):
     )
     restart_window: float = Field(600.0, gt=0.0, description="Seconds for which a restart counts.")
     stop_grace: float = Field(
-        3.0,
+        120.0,
         ge=0.0,
-        description="Seconds in which the programs may end after a signal to the launcher; the trainer then writes a "
-        "checkpoint.",
+        description="Seconds in which the trainer may write a checkpoint after a signal to the launcher. A second "
+        "signal ends it at once.",
     )
     max_log_mib: int = Field(
         LARGEST_LOG_BYTES // 2**20,

@@ -49,7 +49,9 @@ EXPLAINED_IN_ONE_LINE = frozenset({2, 3})
 """Exit codes of a program whose last line is enough: 2, a refusal, and 3, the trainer's stop at a sign of trouble."""
 
 STOP_GRACE_SECONDS = 10.0
+"""Time for programs to end after the run's end."""
 FAILURE_GRACE_SECONDS = 3.0
+"""The same after a failure or a signal; the trainer, which may have to write a checkpoint, is stopped before."""
 OBSERVE_INTERVAL_SECONDS = 1.0
 LEAST_FREE_BYTES = 64 * 1024
 """Free space on a disk, at which programs that write to it fail."""
@@ -154,8 +156,13 @@ class Supervisor:
         """Stop watching a program that has ended."""
         del self._children[name]
 
-    def stop(self, name: str, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
-        """End one child and its processes, those that nobody saw before it died among them, and stop watching it."""
+    def stop(
+        self, name: str, *, grace_seconds: float = STOP_GRACE_SECONDS, is_urgent: Callable[[], bool] = lambda: False
+    ) -> None:
+        """End one child and its processes, those that nobody saw before it died among them, and stop watching it.
+
+        The grace ends early once `is_urgent`.
+        """
         child = self._children.pop(name)
         found = [child.handle, *child.descendants]
 
@@ -165,7 +172,7 @@ class Supervisor:
             found[:] = find_tree(found, child.mark)
             return list(found)
 
-        end_processes(running, grace_seconds=grace_seconds)
+        end_processes(running, grace_seconds=grace_seconds, is_urgent=is_urgent)
         child.process.poll()
 
     def close(self, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:

@@ -96,9 +96,11 @@ def find_tree(roots: Iterable[psutil.Process], mark: str) -> list[psutil.Process
     return [process for process in found.values() if is_alive(process)]
 
 
-def end_processes(find: Callable[[], list[psutil.Process]], *, grace_seconds: float) -> None:
+def end_processes(
+    find: Callable[[], list[psutil.Process]], *, grace_seconds: float, is_urgent: Callable[[], bool] = lambda: False
+) -> None:
     """Send SIGTERM to the heads of the processes that `find` returns, then SIGKILL to all that remain after the
-    grace.
+    grace, which ends early once `is_urgent`.
 
     Heads are the processes whose parent is not among those found: a server that gets SIGTERM ends its own workers,
     and one whose workers get it first waits for their answers for ever. Processes that a head leaves behind get a
@@ -107,7 +109,8 @@ def end_processes(find: Callable[[], list[psutil.Process]], *, grace_seconds: fl
     """
     heads = _heads(find())
     _signal_all(heads, signal.SIGTERM)
-    if wait_until(lambda: not any(map(is_alive, heads)), grace_seconds):
+    wait_until(lambda: is_urgent() or not any(map(is_alive, heads)), grace_seconds)
+    if not any(map(is_alive, heads)):
         _signal_all(_heads(find()), signal.SIGTERM)
         if wait_until(lambda: not find(), min(grace_seconds, ORPHAN_GRACE_SECONDS)):
             return

@@ -156,6 +156,14 @@ def test_a_signal_lets_a_trainer_end_its_publish_before_the_server_ends(standins
     assert (launched.run_dir / "published").exists(), launched.logs()
 
 
+def test_the_end_of_another_program_lets_a_trainer_end_its_publish_before_the_server_ends(standins) -> None:
+    launched = standins("--training-steps", "400", "--max-restarts", "0", STANDIN_TRAINER="publishing")
+    launched.wait_for_steps(3)
+    launched.child("standins.py", "serve").kill()
+    assert launched.end()[0] == 1
+    assert (launched.run_dir / "published").exists(), launched.logs()
+
+
 @pytest.mark.parametrize("number", list(SIGNALS))
 def test_a_signal_ends_everything_with_its_own_exit_code(standins, traces, number: signal.Signals) -> None:
     launched = standins("--training-steps", "400")

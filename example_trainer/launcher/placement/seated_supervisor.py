@@ -7,6 +7,7 @@ a thread, so that the launch goes on meanwhile; a role that finds no place in ti
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 from example_trainer.launcher.placement.roles import Placement, PlacementFailed, Places, Role, Seat
 from example_trainer.launcher.supervisor import STOP_GRACE_SECONDS, Supervisor
 from example_trainer.processes.child import ChildSpec, LostProcess, SupervisedProgram
+from example_trainer.processes.tree import wait_until
 
 _PARALLEL_STOPS = 32
 _WAIT_INTERVAL_SECONDS = 0.1
@@ -126,13 +128,15 @@ class SeatedSupervisor(Supervisor):
             program.look(lost)
         return [*failed, *(program for program in self._programs.values() if program.has_failed or program.loss)]
 
-    def stop(self, name: str, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
+    def stop(
+        self, name: str, *, grace_seconds: float = STOP_GRACE_SECONDS, is_urgent: Callable[[], bool] = lambda: False
+    ) -> None:
         program = self._programs.pop(name, None)
         if program is None:
-            super().stop(name, grace_seconds=grace_seconds)
+            super().stop(name, grace_seconds=grace_seconds, is_urgent=is_urgent)
             return
         waiting = self._placing.pop(name, None)
-        self._stop_all(program.seats, grace_seconds)
+        self._stop_all(program.seats, grace_seconds, is_urgent)
         if waiting is not None:
             waiting.add_done_callback(lambda _: self._placement.release(name))
         lost = self._placement.lost()
@@ -170,8 +174,12 @@ class SeatedSupervisor(Supervisor):
             self._roles[name] = replace(self._roles[stem], name=name)
         return self._roles.get(name)
 
-    def _stop_all(self, seats: Iterable[Seat], grace_seconds: float) -> None:
-        for stopped in [self._threads.submit(seat.stop, grace_seconds) for seat in seats]:
+    def _stop_all(
+        self, seats: Iterable[Seat], grace_seconds: float, is_urgent: Callable[[], bool] = lambda: False
+    ) -> None:
+        stopping = [self._threads.submit(seat.stop, grace_seconds) for seat in seats]
+        wait_until(lambda: is_urgent() or all(stopped.done() for stopped in stopping), math.inf)
+        for stopped in filter(Future.done, stopping):
             stopped.result()
 
     def _take_seats(self, program: SeatedProgram, found: Future[Places]) -> None:

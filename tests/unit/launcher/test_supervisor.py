@@ -156,6 +156,15 @@ def test_closing_ends_children_that_ignore_sigterm_and_those_in_sessions_of_thei
     assert not [process for process in (child.handle, worker, stubborn.handle) if is_alive(process)]
 
 
+def test_an_urgent_stop_does_not_wait_for_a_child_that_is_still_busy(supervisor: Supervisor) -> None:
+    stubborn = supervisor.start(python("trainer", f"print('ready', flush=True); {STUBBORN}"))
+    assert wait_until(lambda: "ready" in stubborn.last_lines(), 10)
+    asked_at = time.monotonic()
+    supervisor.stop("trainer", grace_seconds=60, is_urgent=lambda: time.monotonic() - asked_at > 0.3)
+    assert 0.3 < time.monotonic() - asked_at < 10
+    assert not is_alive(stubborn.handle)
+
+
 def test_a_process_that_a_child_has_left_unseen_ends_before_the_child_is_started_again(
     supervisor: Supervisor, tmp_path: Path
 ) -> None:
