@@ -68,7 +68,10 @@ def server_scratch(environ: MutableMapping[str, str], shared_memory: Path = SHAR
         yield scratch
     finally:
         for name, value in before.items():
-            environ.pop(name) if value is None else environ.update({name: value})
+            if value is None:
+                del environ[name]
+            else:
+                environ[name] = value
         tempfile.tempdir = None
         _remove(scratch, shared_memory)
         os.close(lock)
