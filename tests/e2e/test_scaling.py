@@ -6,34 +6,28 @@ servers.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
 
 import pytest
 import yaml
 
-from atropos_api.client import AsyncBrokerClient, BrokerClient
+from atropos_api.client import BrokerClient
 from atropos_api.wire import Fleet, InferenceServer
-from environments.sdk.config import APIServerConfig
-from environments.sdk.server_manager import ServerManager
 from example_trainer.commands.scaling import scale
 from example_trainer.processes.tree import describe, is_alive, wait_until
 
 from .conftest import Launched
 from .registered_standin import PLACES
+from .traffic import Traffic
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = bool(os.environ.get("ATROPOS_SCALING"))
-CLIENTS = 64
 LIMIT_SECONDS = 60.0
 REGISTERED = ("--registered-servers", "--weight-bridge-mode", "lora_only", "--training-steps", "5")
 LEASE = ("--api.server_lease", "5")
@@ -82,49 +76,6 @@ def start(standins: Callable[..., Launched]) -> Iterator[Callable[..., Scene]]:
     yield begin
     for scene in scenes:
         scene.broker.close()
-
-
-class Traffic:
-    """Clients that each ask for one completion after the other, by an environment's pool of registered servers."""
-
-    def __init__(self, url: str) -> None:
-        self.tokens = 0
-        self.failures: list[BaseException] = []
-        self._url = url
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(LIMIT_SECONDS)
-
-    def tokens_per_second(self, seconds: float) -> float:
-        before, began = self.tokens, time.monotonic()
-        time.sleep(seconds)
-        return (self.tokens - before) / (time.monotonic() - began)
-
-    async def _run(self) -> None:
-        template = APIServerConfig(server_type="vllm", policy="default", num_max_requests_at_once=512)
-        manager = ServerManager([template], load_tokenizer=object)  # there is no vocabulary to compare
-        assert manager.registered is not None
-        async with AsyncBrokerClient(self._url) as broker:
-            following = asyncio.create_task(manager.registered.follow(broker))
-            await asyncio.gather(*(self._ask(manager) for _ in range(CLIENTS)))
-            following.cancel()
-        await manager.aclose()
-
-    async def _ask(self, manager: ServerManager) -> None:
-        while not self._stop.is_set():
-            try:
-                _, tokens, _, _ = await manager.tokens_and_logprobs_completion(input_ids=[5, 6], max_tokens=32, n=1)
-            except Exception as error:
-                self.failures.append(error)
-                return
-            self.tokens += len(tokens[0])
 
 
 def test_from_one_server_to_three_and_back_no_request_fails_and_the_new_ones_take_their_part(start) -> None:
