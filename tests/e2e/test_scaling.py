@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 
@@ -29,8 +30,15 @@ from .traffic import Traffic
 ROOT = Path(__file__).resolve().parents[2]
 LONG = bool(os.environ.get("ATROPOS_SCALING"))
 LIMIT_SECONDS = 60.0
+SAMPLED_AT_LEAST = 100
+"""Tokens of a server that has its share of a step: 128 answers, divided among three."""
 REGISTERED = ("--registered-servers", "--weight-bridge-mode", "lora_only", "--training-steps", "5")
 LEASE = ("--api.server_lease", "5")
+
+
+def generated_tokens(row: InferenceServer) -> int:
+    """Return the number of tokens that a real server has sampled."""
+    return int(httpx.get(f"{row.url}/bridge/debug", timeout=LIMIT_SECONDS).json()["generated_tokens_total"])
 
 
 class Scene:
@@ -165,15 +173,23 @@ def test_where_the_servers_are_fixed_the_launcher_says_which_mode_has_others(sta
 
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(not LONG, reason="minutes: ATROPOS_SCALING=1")
-def test_real_servers_from_one_to_two_and_back_while_the_demo_trains(start_launcher: Callable[..., Launched]) -> None:
+def test_real_servers_from_one_to_three_and_back_while_the_demo_trains_and_each_soon_has_its_share(
+    start_launcher: Callable[..., Launched],
+) -> None:
     flags = ("--weight-bridge-mode", "lora_only", "--registered-servers", "--training-steps", "1000")
     quick = ("--seed", "1", "--env.eval_at_start", "false", "--env.eval_at_end", "false")
     run = ("-m", "example_trainer.run", "--config", str(ROOT / "configs/demo.yaml"))
     scene = Scene(start_launcher(sys.executable, *run, *flags, *quick))
     scene.launched.wait_for_steps(1, 600)
-    assert scene.verb("scale", "vllm=2").returncode == 0
-    scene.wait_for_serving(2, 600)
-    scene.launched.wait_for_steps(scene.launched.steps() + 2, 300)
+    assert scene.verb("scale", "vllm=3").returncode == 0
+    servers = scene.wait_for_serving(3, 600)
+    began, before = scene.launched.steps(), [*map(generated_tokens, servers)]
+
+    def all_sample() -> bool:
+        return min(map(int.__sub__, map(generated_tokens, servers), before)) > SAMPLED_AT_LEAST
+
+    assert wait_until(all_sample, LIMIT_SECONDS), scene.serving()
+    assert scene.launched.steps() - began <= 2, "they had their share by the second publish"
     assert scene.verb("scale", "vllm=1").returncode == 0
     scene.wait_for_serving(1, 300)
     scene.launched.wait_for_steps(scene.launched.steps() + 2, 300)
