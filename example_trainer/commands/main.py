@@ -33,7 +33,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             "environments.export:run_dpo",
         ),
         "drain": Verb(
-            "SERVER: let a registered inference server, by id or address, end its requests and leave; --broker URL",
+            "SERVER: let inference servers, named by id, address or host, end their requests and leave; --broker URL",
             "example_trainer.commands.scaling:run_drain",
         ),
         "env": Verb("VERB: work on environments and their data, see atropos env --help", "environments.commands:run"),

@@ -1,7 +1,7 @@
-"""The verbs `atropos scale`, which changes the number of a run's inference servers, and `atropos drain` (ends one).
+"""The verbs `atropos scale`, which changes the number of a run's inference servers, and `atropos drain` (ends some).
 
 `scale` asks the broker, and the launcher that reports there carries the request out; `drain` tells one registered
-server to end its requests and to leave.
+server, or all of a node, to end their requests and to leave.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Final, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -33,7 +34,8 @@ The launcher of the run starts more of them, or lets the newest ones end their r
 
 DRAIN_DESCRIPTION = """Let an inference server end its requests, take no new one, and leave: atropos drain SERVER.
 
-SERVER is its id or its address, as GET /v1/servers of the broker lists them. Its launcher does not start it again."""
+SERVER is its id or its address, as GET /v1/servers of the broker lists them, or the host of such an address: then all
+servers of that node leave. Its launcher does not start it again."""
 
 OptionsT = TypeVar("OptionsT", bound="BrokerOptions")
 
@@ -97,8 +99,8 @@ def run_scale(argv: Sequence[str], out: IO[str] = sys.stdout) -> int:
 
 
 def run_drain(argv: Sequence[str], out: IO[str] = sys.stdout) -> int:
-    """Drain a server and wait until it has left."""
-    options, operand = _read(DrainOptions, argv, "atropos drain", DRAIN_DESCRIPTION, "a server's id or address")
+    """Drain a server, or those of a node, and wait until they have left."""
+    options, operand = _read(DrainOptions, argv, "atropos drain", DRAIN_DESCRIPTION, "a server's id, address or host")
 
     def say(line: str) -> None:
         out.write(f"{line}\n")
@@ -125,23 +127,37 @@ def scale(broker: ScaleClient, wanted: int, *, fleet_id: str | None = None, wait
 
 
 def drain(broker: DrainClient, named: str, *, wait_seconds: float, say: Callable[[str], None]) -> None:
-    """Drain the server with this id or address; raise `ConfigError` if it does not leave in time."""
+    """Drain the servers with this id, address or host; raise `ConfigError` if one does not leave in time."""
     ends_at = time.monotonic() + wait_seconds
-    server = broker.drain_server(_find_server(broker, named).server_id)
-    say(f"{server.server_id} at {server.url} drains: {server.running + server.waiting} requests when it last reported")
+    leaving: dict[str, InferenceServer] = {}
+    for found in _find_servers(broker, named):
+        server = broker.drain_server(found.server_id)
+        leaving[server.lease_id] = server
+        requests = server.running + server.waiting
+        say(f"{server.server_id} at {server.url} drains: {requests} requests when it last reported")
     epoch: int | None = None
-    while wait_seconds:
+    while leaving and wait_seconds:
         left = ends_at - time.monotonic()
-        found = broker.get_servers(since=epoch, wait_seconds=max(0.0, min(left, LONGEST_WAIT_SECONDS)))
-        epoch = found.epoch
-        now = next((row for row in found.servers if row.lease_id == server.lease_id), None)
-        if now is None and found.complete:
-            return say(f"{server.server_id} has left")
-        if now is not None and now.state == "gone":
-            return say(f"{server.server_id} is gone: {now.reason}")
-        if left <= 0:
-            raise ConfigError(f"{server.server_id} still has requests after {wait_seconds:g} s; it goes on draining")
-    return None
+        now = broker.get_servers(since=epoch, wait_seconds=max(0.0, min(left, LONGEST_WAIT_SECONDS)))
+        epoch = now.epoch
+        _say_who_has_left(now, leaving, say)
+        if leaving and left <= 0:
+            names = ", ".join(server.server_id for server in leaving.values())
+            raise ConfigError(f"requests are left at {names} after {wait_seconds:g} s; draining goes on")
+
+
+def _say_who_has_left(now: ServerSet, leaving: dict[str, InferenceServer], say: Callable[[str], None]) -> None:
+    """Take the servers that are not there any more out of `leaving`."""
+    rows = {row.lease_id: row for row in now.servers}
+    for lease_id, server in list(leaving.items()):
+        row = rows.get(lease_id)
+        if row is None and now.complete:
+            say(f"{server.server_id} has left")
+        elif row is not None and row.state == "gone":
+            say(f"{server.server_id} is gone: {row.reason}")
+        else:
+            continue
+        del leaving[lease_id]
 
 
 def _read(
@@ -191,15 +207,20 @@ def _choose(fleets: Sequence[Fleet], fleet_id: str | None) -> Fleet:
     return fleets[0]
 
 
-def _find_server(broker: DrainClient, named: str) -> InferenceServer:
-    """Return the server with this id or address; after the broker's start, servers get time to register again."""
+def _find_servers(broker: DrainClient, named: str) -> list[InferenceServer]:
+    """Return the server with this id or address, else those of this host; after the broker's start, servers get time
+    to register again.
+    """
     while True:
         found = broker.get_servers()
         alive = [row for row in found.servers if row.state != "gone"]
         for row in alive:
             if row.server_id == named or row.url.rstrip("/") == named.rstrip("/"):
-                return row
-        if found.complete:
-            known = ", ".join(f"{row.server_id} ({row.url})" for row in alive) or "none"
-            raise ConfigError(f"no registered server has the id or address {named!r} (registered: {known})")
-        time.sleep(PAUSE_SECONDS)
+                return [row]
+        if not found.complete:
+            time.sleep(PAUSE_SECONDS)
+            continue
+        if on_host := [row for row in alive if urlsplit(row.url).hostname == named.strip("[]").lower()]:
+            return on_host
+        known = ", ".join(f"{row.server_id} ({row.url})" for row in alive) or "none"
+        raise ConfigError(f"no registered server has the id, address or host {named!r} (registered: {known})")

@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import logging
 import os
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +23,7 @@ import pytest
 import yaml
 
 from example_trainer.processes.tree import is_alive, wait_until
+from example_trainer.weights.registered import FIRST_LIMIT_SECONDS, LEAST_LIMIT_SECONDS
 
 from .conftest import Launched
 from .killed_run import (
@@ -45,6 +49,8 @@ pytestmark = [
     pytest.mark.skipif("ATROPOS_PLACEMENT" not in os.environ, reason="takes minutes; ATROPOS_PLACEMENT=1 runs it"),
 ]
 
+logger = logging.getLogger(__name__)
+
 RUN = ("-m", "example_trainer.run")
 WITH_KILLS = (str(Path(__file__).with_name("launch_publish_kills.py")),)
 TWO_SERVERS = ("--registered-servers", "--num-inference-nodes", "2")
@@ -52,6 +58,12 @@ RANKS = ("--world-size", "2", "--no-overlap-publish", "--keep-versions", "0", "-
 START_SECONDS = 600.0
 END_SECONDS = 1500.0
 STEPS_A_KILL = 3
+LONGEST_PUBLISH_SECONDS = FIRST_LIMIT_SECONDS + LEAST_LIMIT_SECONDS
+"""An exchange that runs into its limit, and the next one without the server that was lost."""
+COMPARED_STEPS = 16
+MOST_START_SECONDS = 8.0
+"""Time that a run on Ray may take longer to its first step than one without."""
+MOST_STEP_RATIO = 1.1
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +131,7 @@ def trainer_ranks(launched: Launched) -> dict[str, psutil.Process]:
 
 
 def test_the_demo_learns_with_two_servers_of_which_one_loses_its_node(start, nodes: RayNodes) -> None:
-    launched = start(*TWO_SERVERS, "--weight-bridge-mode", "lora_only")
+    launched = start(*TWO_SERVERS, "--weight-bridge-mode", "lora_only", "--api.keep_batches", "100")
     launched.wait_for_steps(5, START_SECONDS)
     lose_node(nodes, programs(launched)["vllm-2"])
     code, out, error = launched.end(END_SECONDS)
@@ -131,7 +143,33 @@ def test_the_demo_learns_with_two_servers_of_which_one_loses_its_node(start, nod
     assert summary["accuracy_base"] <= 0.15
     assert summary["accuracy_trained"] >= 0.9
     assert max(row["alignment/diff_max"] for row in rows if "alignment/diff_max" in row) <= 1e-4
+    check_groups(launched.run_dir / "broker", len(rows))
     assert wait_until(lambda: remains(launched) == [], GONE_SECONDS), remains(launched)
+
+
+def test_a_run_on_ray_starts_at_most_eight_seconds_later_and_its_steps_take_the_same_time(
+    start, start_launcher, nodes: RayNodes, tmp_path: Path
+) -> None:
+    """Both are run twice, in turn: the better one on Ray is compared with the worse one here."""
+    flags = (*TWO_SERVERS, *FLAGS, "--weight-bridge-mode", "lora_only", "--training-steps", str(COMPARED_STEPS))
+    times: dict[str, list[tuple[float, float]]] = {"local": [], "ray": []}
+    for number in range(2):
+        for placement, taken in times.items():
+            begun = time.time()
+            run_dir = tmp_path / f"{placement}-{number}"
+            if placement == "ray":
+                launched = start(*flags, run_dir=run_dir)
+            else:
+                launched = start_launcher(*DEMO, "--seed", "1", *flags, run_dir=run_dir)
+            code, _, error = launched.end(END_SECONDS)
+            assert code == 0, error + launched.logs()
+            rows = rows_of(launched)
+            steps = statistics.median(row["time/step"] for row in rows[COMPARED_STEPS // 4 :])
+            taken.append((rows[0]["timestamp"] - begun, steps))
+    logger.info("seconds to the first step, and of a step: %s", times)
+    starts, steps_taken = ({name: [each[i] for each in taken] for name, taken in times.items()} for i in (0, 1))
+    assert min(starts["ray"]) <= max(starts["local"]) + MOST_START_SECONDS, times
+    assert min(steps_taken["ray"]) <= MOST_STEP_RATIO * max(steps_taken["local"]), times
 
 
 def test_ranks_on_two_nodes_train_as_one_and_go_on_together_after_one_of_the_nodes_is_lost(start, nodes) -> None:
@@ -166,6 +204,7 @@ def test_killed_in_any_phase_of_a_publish_trainer_and_servers_go_on_with_every_b
     ], "the run ended before the last kill; raise STEPS_A_KILL"
     check_history(Run(mode, launched), steps, most=MOST_DIFFERENCE)
     check_groups(launched.run_dir / "broker", steps)
+    assert max(row["time/sync"] for row in rows_of(launched) if "time/sync" in row) <= LONGEST_PUBLISH_SECONDS
     assert wait_until(lambda: remains(launched) == [], GONE_SECONDS), remains(launched)
 
 

@@ -6,37 +6,39 @@ servers.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
 
+import httpx
 import pytest
 import yaml
 
-from atropos_api.client import AsyncBrokerClient, BrokerClient
+from atropos_api.client import BrokerClient
 from atropos_api.wire import Fleet, InferenceServer
-from environments.sdk.config import APIServerConfig
-from environments.sdk.server_manager import ServerManager
 from example_trainer.commands.scaling import scale
 from example_trainer.processes.tree import describe, is_alive, wait_until
 
 from .conftest import Launched
 from .registered_standin import PLACES
+from .traffic import Traffic
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = bool(os.environ.get("ATROPOS_SCALING"))
-CLIENTS = 64
 LIMIT_SECONDS = 60.0
+SAMPLED_AT_LEAST = 100
+"""Tokens of a server that has its share of a step: 128 answers, divided among three."""
 REGISTERED = ("--registered-servers", "--weight-bridge-mode", "lora_only", "--training-steps", "5")
 LEASE = ("--api.server_lease", "5")
+
+
+def generated_tokens(row: InferenceServer) -> int:
+    """Return the number of tokens that a real server has sampled."""
+    return int(httpx.get(f"{row.url}/bridge/debug", timeout=LIMIT_SECONDS).json()["generated_tokens_total"])
 
 
 class Scene:
@@ -82,49 +84,6 @@ def start(standins: Callable[..., Launched]) -> Iterator[Callable[..., Scene]]:
     yield begin
     for scene in scenes:
         scene.broker.close()
-
-
-class Traffic:
-    """Clients that each ask for one completion after the other, by an environment's pool of registered servers."""
-
-    def __init__(self, url: str) -> None:
-        self.tokens = 0
-        self.failures: list[BaseException] = []
-        self._url = url
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(LIMIT_SECONDS)
-
-    def tokens_per_second(self, seconds: float) -> float:
-        before, began = self.tokens, time.monotonic()
-        time.sleep(seconds)
-        return (self.tokens - before) / (time.monotonic() - began)
-
-    async def _run(self) -> None:
-        template = APIServerConfig(server_type="vllm", policy="default", num_max_requests_at_once=512)
-        manager = ServerManager([template], load_tokenizer=object)  # there is no vocabulary to compare
-        assert manager.registered is not None
-        async with AsyncBrokerClient(self._url) as broker:
-            following = asyncio.create_task(manager.registered.follow(broker))
-            await asyncio.gather(*(self._ask(manager) for _ in range(CLIENTS)))
-            following.cancel()
-        await manager.aclose()
-
-    async def _ask(self, manager: ServerManager) -> None:
-        while not self._stop.is_set():
-            try:
-                _, tokens, _, _ = await manager.tokens_and_logprobs_completion(input_ids=[5, 6], max_tokens=32, n=1)
-            except Exception as error:
-                self.failures.append(error)
-                return
-            self.tokens += len(tokens[0])
 
 
 def test_from_one_server_to_three_and_back_no_request_fails_and_the_new_ones_take_their_part(start) -> None:
@@ -214,15 +173,23 @@ def test_where_the_servers_are_fixed_the_launcher_says_which_mode_has_others(sta
 
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(not LONG, reason="minutes: ATROPOS_SCALING=1")
-def test_real_servers_from_one_to_two_and_back_while_the_demo_trains(start_launcher: Callable[..., Launched]) -> None:
+def test_real_servers_from_one_to_three_and_back_while_the_demo_trains_and_each_soon_has_its_share(
+    start_launcher: Callable[..., Launched],
+) -> None:
     flags = ("--weight-bridge-mode", "lora_only", "--registered-servers", "--training-steps", "1000")
     quick = ("--seed", "1", "--env.eval_at_start", "false", "--env.eval_at_end", "false")
     run = ("-m", "example_trainer.run", "--config", str(ROOT / "configs/demo.yaml"))
     scene = Scene(start_launcher(sys.executable, *run, *flags, *quick))
     scene.launched.wait_for_steps(1, 600)
-    assert scene.verb("scale", "vllm=2").returncode == 0
-    scene.wait_for_serving(2, 600)
-    scene.launched.wait_for_steps(scene.launched.steps() + 2, 300)
+    assert scene.verb("scale", "vllm=3").returncode == 0
+    servers = scene.wait_for_serving(3, 600)
+    began, before = scene.launched.steps(), [*map(generated_tokens, servers)]
+
+    def all_sample() -> bool:
+        return min(map(int.__sub__, map(generated_tokens, servers), before)) > SAMPLED_AT_LEAST
+
+    assert wait_until(all_sample, LIMIT_SECONDS), scene.serving()
+    assert scene.launched.steps() - began <= 2, "they had their share by the second publish"
     assert scene.verb("scale", "vllm=1").returncode == 0
     scene.wait_for_serving(1, 300)
     scene.launched.wait_for_steps(scene.launched.steps() + 2, 300)

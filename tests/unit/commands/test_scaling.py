@@ -6,12 +6,13 @@ import sys
 import threading
 import time
 
+import msgspec
 import pytest
 
 from atropos_api.client import BrokerClient, BrokerRefused
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.testing import served_broker
-from atropos_api.wire import FleetReport, ServerReport
+from atropos_api.wire import FleetReport, InferenceServer, ServerReport, ServerSet
 from example_trainer.commands import scaling, top
 from example_trainer.commands.scaling import drain, run_drain, run_scale, scale
 
@@ -196,10 +197,58 @@ def test_drain_waits_until_the_server_has_left(url, broker, token_file, named):
     ]
 
 
+class Registry:
+    """The broker's calls about servers, each of which leaves once it has been seen to drain."""
+
+    def __init__(self, **urls):
+        self.rows = {name: row_of(name, url) for name, url in urls.items()}
+
+    def get_servers(self, *, since=None, wait_seconds=0.0):
+        shown = [msgspec.structs.replace(row) for row in self.rows.values()]
+        for row in self.rows.values():
+            row.state, row.reason = ("gone", "it left") if row.state == "draining" else (row.state, row.reason)
+        return ServerSet(epoch=1, complete=True, lease_seconds=10.0, servers=shown)
+
+    def drain_server(self, server_id):
+        self.rows[server_id].state = "draining"
+        return self.rows[server_id]
+
+    def states(self):
+        return {name: row.state for name, row in self.rows.items()}
+
+
+def row_of(server_id, url):
+    fields = dict.fromkeys(("version", "kv_free")) | {"running": 1, "waiting": 0, "silent_seconds": 0.0}
+    return InferenceServer(
+        server_id=server_id,
+        state="serving",
+        policy="default",
+        url=url,
+        mode="fixed",
+        lease_id=f"lease-{server_id}",
+        boot_id="b",
+        **fields,
+    )
+
+
+def test_the_servers_of_a_node_are_drained_together_and_all_of_them_are_waited_for():
+    registry = Registry(a="http://10.0.0.6:1", b="http://10.0.0.6:2/", c="http://10.0.0.60:1")
+    said = []
+    drain(registry, "10.0.0.6", wait_seconds=20.0, say=said.append)
+    assert registry.states() == {"a": "gone", "b": "gone", "c": "serving"}
+    assert said[2:] == ["a is gone: it left", "b is gone: it left"]
+
+
+def test_a_server_that_is_named_by_its_id_is_drained_alone_though_others_are_on_a_host_of_that_name():
+    registry = Registry(gpu1="http://10.0.0.7:1", b="http://gpu1:1")
+    drain(registry, "gpu1", wait_seconds=20.0, say=lambda _: None)
+    assert registry.states() == {"gpu1": "gone", "b": "serving"}
+
+
 def test_a_server_that_takes_longer_goes_on_draining(broker):
     register(broker, "gpu-1", 9001)
     said = []
-    with pytest.raises(ConfigError, match=r"gpu-1 still has requests after 0.1 s; it goes on draining"):
+    with pytest.raises(ConfigError, match=r"requests are left at gpu-1 after 0.1 s"):
         drain(broker, "gpu-1", wait_seconds=0.1, say=said.append)
     drain(broker, "gpu-1", wait_seconds=0.0, say=said.append)
     assert len(said) == 2
@@ -209,7 +258,9 @@ def test_an_unknown_server_is_one_line_once_all_have_had_time_to_register():
     with (
         served_broker(server_lease=0.5) as url,
         BrokerClient(url) as broker,
-        pytest.raises(ConfigError, match=r"no registered server has the id or address 'gpu-9' \(registered: none\)"),
+        pytest.raises(
+            ConfigError, match=r"no registered server has the id, address or host 'gpu-9' \(registered: none\)"
+        ),
     ):
         drain(broker, "gpu-9", wait_seconds=0.0, say=lambda _: None)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from jsonschema import Draft7Validator
 
 from atropos_api.common.cliconfig import ConfigError
 from example_trainer.commands import main
@@ -17,6 +20,11 @@ from example_trainer.launcher.placement.render import BEFORE_LIMIT_SECONDS, GRAC
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.processes.tree import wait_until
 
+RAY_JOB_SCHEMA = Path(__file__).with_name("ray_job_schema.json")
+"""The schema of a RayJob in KubeRay 1.7.0 (`ray.io_rayjobs.yaml`), closed: of fields that no job of ours has, only the
+name is kept, and no description.
+"""
+BROKER = Path(__file__).parents[3] / "deploy/kubernetes/broker.yaml"
 TEXT = """# the key is hf_secretsecretsecret
 trainer: {model_name: m, registered_servers: true, weight_bridge_mode: lora_only, name: My Run_1}
 env: {server: arithmetic_server.py}
@@ -41,8 +49,6 @@ def test_the_sbatch_script_is_sound_and_starts_a_command_that_the_launcher_reads
     path = tmp_path / "job.sh"
     path.write_text(script)
     subprocess.run(["bash", "-n", str(path)], check=True)
-    if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", "--severity=warning", str(path)], check=True)
     options = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
     assert {"--nodes=2", "--gpus-per-node=4", "--requeue", f"--signal=B:USR1@{BEFORE_LIMIT_SECONDS}"} <= {*options}
     assert "--time=2-00:00:00" in options
@@ -55,6 +61,17 @@ def test_the_sbatch_script_is_sound_and_starts_a_command_that_the_launcher_reads
     assert settings.placement.is_ray
     assert settings.trainer.resume == "auto"
     assert settings.trainer.stop_grace == GRACE_SECONDS < BEFORE_LIMIT_SECONDS
+
+
+def test_shellcheck_warns_of_nothing_in_the_sbatch_script(run_file, capsys) -> None:
+    lint = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
+    if lint is None:
+        pytest.skip("shellcheck is not installed here")
+    script = rendered(capsys, "slurm", str(run_file), "--run-dir", "/shared/my runs/1")
+    result = subprocess.run(
+        [lint, "--severity=warning", "-"], input=script, text=True, capture_output=True, check=False
+    )
+    assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.parametrize("signalled", [False, True])
@@ -109,6 +126,24 @@ def test_the_manifests_have_the_keys_of_a_ray_job_and_the_run_file_without_comme
     assert spec["entrypoint"] == "bash /atropos/config/launch.sh"
     assert f"--stop-grace {GRACE_SECONDS}" in config["data"]["launch.sh"]
     assert '--placement-address "$POD_IP:6379"' in config["data"]["launch.sh"]
+
+
+@pytest.mark.parametrize("nodes", ["1", "3"])
+def test_the_job_is_valid_by_kuberay_s_own_schema(run_file, capsys, nodes: str) -> None:
+    _, job = yaml.safe_load_all(rendered(capsys, "kuberay", str(run_file), "--image", "i", "--nodes", nodes))
+    schema = Draft7Validator(json.loads(RAY_JOB_SCHEMA.read_text()))
+    assert [error.message for error in schema.iter_errors(job)] == []
+    pod = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    pod["terminationGraceSeconds"] = pod.pop("terminationGracePeriodSeconds")
+    (error,) = schema.iter_errors(job)
+    assert "'terminationGraceSeconds' was unexpected" in error.message
+
+
+def test_the_manifests_are_valid_by_kubernetes_own_schemas(run_file, capsys) -> None:
+    validate = pytest.importorskip("kubernetes_validate").validate
+    config, _ = yaml.safe_load_all(rendered(capsys, "kuberay", str(run_file), "--image", "i"))
+    for manifest in (config, *yaml.safe_load_all(BROKER.read_text())):
+        validate(manifest, "1.37", strict=True)
 
 
 STAND_IN = """#!/bin/bash

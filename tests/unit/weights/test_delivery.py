@@ -6,6 +6,7 @@ The servers are scripted; the exchange between real processes is in `tests/integ
 from __future__ import annotations
 
 import socket
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +16,14 @@ from example_trainer.errors import CannotShare, CannotSwap, PublishFailed, Serve
 from example_trainer.weight_protocol.broadcast_group import BroadcastGroup
 from example_trainer.weight_protocol.client import Fence, ServerClient
 from example_trainer.weights.delivery import SENT_AT_ONCE, AdapterDelivery, BroadcastDelivery
-from example_trainer.weights.members import Member, MemberCalls
+from example_trainer.weights.members import QUICK_SECONDS, Member, MemberCalls
 from example_trainer.weights.testing import config_of
 
 from .test_members import info_of
 
 PHASES = ("join", "receive", "begin", "load", "end")
+SLACK_SECONDS = 5.0
+"""Time that a busy machine takes for everything that is no wait."""
 
 
 class Cluster:
@@ -221,6 +224,25 @@ def test_an_adapter_reaches_all_but_those_that_do_not_answer(adapters, cluster):
     assert [member.client.name for member in delivered.served] == ["a", "c"]
     assert [member.client.name for member in delivered.lost] == ["b"]
     assert cluster.versions() == {"a": 2, "c": 2}
+
+
+@pytest.fixture
+def frozen():
+    """A member that is stopped, or whose cable is out: its machine takes connections, and nothing is answered."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        client = ServerClient(f"http://127.0.0.1:{listening.getsockname()[1]}", repeats=False)
+        yield Member(client, info_of(policy_version=1, boot_id="frozen"))
+        client.close()
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "adapters"])
+def test_a_server_that_hangs_delays_the_others_by_no_more_than_the_limit(request, cluster, frozen, mode):
+    delivery = request.getfixturevalue(mode)
+    began = time.monotonic()
+    delivered = delivery.deliver([*cluster.members("a", "b"), frozen], 2, limit_seconds=1.0)
+    assert time.monotonic() - began < 1.0 + QUICK_SECONDS + SLACK_SECONDS
+    assert list(delivered.lost) == [frozen]
+    assert cluster.versions() == {"a": 2, "b": 2}
 
 
 def test_beyond_eight_servers_members_pass_an_adapter_on_and_the_trainer_sends_it_where_they_do_not_reach(

@@ -4,11 +4,14 @@ import shutil
 
 import pytest
 
+from atropos_api.testing import memory_broker
+from atropos_api.wire import ServerReport
 from environments.compat.envs import TeacherDistillationConfig as CompatConfig
 from environments.compat.envs import TeacherDistillationEnv as CompatEnv
 from environments.compat.servers import BaseEnvConfig
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import TokenizerMismatch
+from environments.sdk.runtime.cli import following_registry
 from environments.sdk.runtime.commands import process
 from environments.sdk.teacher import TeacherDistillationConfig, TeacherDistillationEnv, TeacherMissing
 from environments.sdk.testing_servers import make_chat_tokenizer
@@ -78,6 +81,25 @@ async def test_a_teacher_whose_tokenizer_is_another_ends_the_start(cls, config_c
         with pytest.raises(error, match=words):
             await process(env)
         await env.aclose()
+
+
+async def test_a_teacher_may_be_the_servers_that_are_registered_under_a_policy_of_its_own(tokenizer_folder, tmp_path):
+    _, broker = memory_broker()
+    student, teacher = (APIServerConfig(server_type="vllm", policy=policy) for policy in ("default", "teacher"))
+    config = config_of(TeacherDistillationConfig, tokenizer_folder, tmp_path, teacher_enabled=True)
+    env = Native(config, student, teacher_server_configs=teacher)
+    await env.check_servers()
+    async with broker, following_registry(env, broker):
+        for name, policy in (("a", "default"), ("b", "teacher")):
+            report = ServerReport(
+                lease_id=f"lease-of-{name}", boot_id=name, mode="fixed", url=f"http://{name}", policy=policy
+            )
+            await broker.renew_server(name, report)
+        for manager in env.server_managers:
+            await manager.registered.wait(60.0)
+        addresses = [[server.config.root_url for server in manager.servers] for manager in env.server_managers]
+        assert addresses == [["http://a"], ["http://b"]]
+    await env.aclose()
 
 
 def test_the_teachers_fields_are_among_those_of_environments_written_for_atropos():
