@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -27,6 +28,7 @@ from environments.sdk.testing import FakeInference, InProcess
 from environments.tasks.chat_dataset import load_rows, make_row
 from environments.tasks.data import shown_row
 from environments.tasks.records import DataUnusable
+from tests.unit.project.seed_commands import GUIDES_REWARD
 
 pytestmark = pytest.mark.anyio
 
@@ -142,6 +144,16 @@ async def test_a_row_without_a_prompt_is_named_with_its_place(tmp_path, record, 
 async def test_a_reward_of_a_file_in_the_projects_own_signature_scores(make, rewards):
     env, _ = await make({"prompt": "p"}, "--env.reward", f"{rewards}:ends_properly")
     assert await scores_of(env) == [0.0, 1.0, 0.0]
+
+
+async def test_the_guides_reward_scores_the_guides_columns_unchanged(make, tmp_path, monkeypatch):
+    nltk = SimpleNamespace(word_tokenize=lambda text: ["word"] * 514 if "longer" in text else text.split())
+    monkeypatch.setitem(sys.modules, "nltk", SimpleNamespace(tokenize=nltk))
+    monkeypatch.setitem(sys.modules, "nltk.tokenize", nltk)
+    (tmp_path / "guide.py").write_text(GUIDES_REWARD)
+    for row in ({"prompt": "p", "completion": "c"}, {"prompt": "p", "response": "r", "score": 3}):
+        env, _ = await make(row, "--env.reward", f"{tmp_path / 'guide.py'}:simple_reward")
+        assert await scores_of(env) == pytest.approx([0.0, 1.0, -0.002], abs=1e-6)
 
 
 async def test_the_pages_reward_scores_each_form_of_the_pages_rows(make, tmp_path):

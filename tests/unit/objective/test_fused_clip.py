@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from example_trainer.config import TrainingConfig
+from example_trainer.model import load_policy
+from example_trainer.modeling import kernels
+from example_trainer.modeling.loading import policy_options
 from example_trainer.objective.losses import LossInputs, LossSettings, loss_terms
 from example_trainer.objective.objective import Objective
+from example_trainer.step.train_step import make_train_step
 
+COMPILE = torch.compile
 CPU = torch.device("cpu")
 
 # torch warns when it traces and when it imports its own compiler; where warnings are errors, that ends the trace.
@@ -60,6 +68,17 @@ def test_the_compiled_clip_gives_the_losses_and_gradients_of_plain_operations(se
 )
 def test_other_losses_are_not_replaced_by_the_compiled_clip(settings: dict[str, Any]) -> None:
     assert fused(**settings).fused_clip is None
+
+
+def test_a_run_with_compiled_kernels_has_the_compiled_clip(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are made as for a compiler, which then does not run."""
+    monkeypatch.setattr(torch, "compile", partial(COMPILE, backend="aot_eager"))
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: name)
+    for chosen in ("compile", "eager"):
+        settings = {"model_name": str(tiny_model), "dtype": "float32", "device": "cpu", "kernels": chosen}
+        config = TrainingConfig.model_validate({**settings, "optimizer": "adamw", "seq_len": 64})
+        step = make_train_step(config, load_policy(policy_options(config)))
+        assert (step.learner.objective.settings.fused_clip is not None) == (chosen == "compile")
 
 
 def test_a_compiled_clip_that_differs_or_fails_is_left_out_with_a_warning(

@@ -354,3 +354,17 @@ if num_layers is not None:
     print(f"valid index range: 0-{num_layers-1}")
 """
 """The program by which 003 counts a model's layers."""
+
+GUIDES_REWARD: Final = """\
+import numpy as np
+from nltk.tokenize import word_tokenize
+
+def simple_reward(samples):
+    out = []
+    for s in samples:
+        length_penalty = -0.001 * max(0, len(word_tokenize(s["completion"])) - 512)
+        end_bonus      = 1.0 if s["completion"].strip().endswith(".") else 0.0
+        out.append(length_penalty + end_bonus)
+    return np.array(out, dtype=np.float32)
+"""
+"""The reward that 004 prints."""
