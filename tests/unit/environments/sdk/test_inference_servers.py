@@ -351,6 +351,14 @@ async def test_a_server_that_is_out_is_left_for_another_and_used_again_later(tok
     assert farm.asked["one"] > before
 
 
+async def test_a_request_that_each_server_has_failed_goes_to_one_that_is_up_again(tokenizer):
+    """It went back to the one that had just failed, which had the fewest requests, until that was up."""
+    farm = farm_of(tokenizer, "one", "two")
+    pool = manager(tokenizer, config("vllm", "http://one"), config("vllm", "http://two"), transport=farm).pool
+    pool.servers[0].channel._avoid()
+    assert pool.least_loaded(avoid=pool.servers) is pool.servers[1]
+
+
 async def test_a_dedicated_server_is_always_the_same(tokenizer):
     farm = farm_of(tokenizer, "one", "two")
     servers = manager(tokenizer, config("vllm", "http://one"), config("vllm", "http://two"), transport=farm)
