@@ -120,7 +120,8 @@ class ServerPool:
             await self.registered.wait(self.wait_timeout_seconds)
 
     def _failover(self, server: HttpServer) -> Failover:
-        return lambda: any(other is not server and other.channel.up for other in self.servers)
+        """Return a test for another server worth trying: if one is up again, nobody else may notice it."""
+        return lambda: any(other is not server and other.channel.worth_trying for other in self.servers)
 
     async def split(self, config: APIServerConfig, n: int, ask: Callable[[int], Awaitable[list[T]]]) -> list[T]:
         """Collect `n` results, in order, from calls for at most the allowed number each; missing ones are requested

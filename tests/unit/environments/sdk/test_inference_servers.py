@@ -359,6 +359,17 @@ async def test_a_request_that_each_server_has_failed_goes_to_one_that_is_up_agai
     assert pool.least_loaded(avoid=pool.servers) is pool.servers[1]
 
 
+async def test_who_waits_for_a_server_tries_another_that_was_out_long_ago(tokenizer, monkeypatch):
+    """All waited for the servers that had failed last, while one that had failed before was up again."""
+    farm = farm_of(tokenizer, "one", "two")
+    pool = manager(tokenizer, config("vllm", "http://one"), config("vllm", "http://two"), transport=farm).pool
+    one, two = pool.servers
+    two.channel._avoid()
+    assert not pool._failover(one)()
+    monkeypatch.setattr("environments.sdk.inference.retries.time.monotonic", lambda: two.channel._avoided_until)
+    assert pool._failover(one)()
+
+
 async def test_a_dedicated_server_is_always_the_same(tokenizer):
     farm = farm_of(tokenizer, "one", "two")
     servers = manager(tokenizer, config("vllm", "http://one"), config("vllm", "http://two"), transport=farm)
