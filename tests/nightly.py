@@ -103,7 +103,9 @@ STAGES = (
     Stage("trainer", ("tests/integration/trainer",)),
     Stage("unit", ("tests/unit",)),
     Stage("properties", ("tests/property",)),
-    Stage("simulation-mutants", ("tests/simulation", "tests/mutants")),  # each is one file, so that both run at a time
+    Stage(
+        "simulation-mutants", ("tests/simulation", "tests/mutants")
+    ),  # the long part of each is one file, so both run at a time
     Stage("broker", ("tests/integration/broker",)),
     Stage("browser", ("tests/browser",)),
     Stage("environments", ("tests/integration/environments",)),

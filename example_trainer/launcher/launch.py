@@ -296,7 +296,7 @@ class Launch:
             for spec, number in restarts.due():
                 again = resuming(spec, config, self.run.root, self.started_at)
                 supervisor.start(_told_servers(again, fleet), restarted=number)
-            still = {name for name in waiting if name in restarts or supervisor[name].exit_code is None}
+            still = restarts.unfinished(waiting)
             if plan.final_server is not None and TRAINER in waiting - still and still:
                 supervisor.start(_with_version(plan.final_server, snapshot))
             waiting = still

@@ -136,6 +136,13 @@ class Restarts:
             del self._pending[pending.spec.name]
         return [(pending.spec, pending.restarted) for pending in due]
 
+    def unfinished(self, names: Collection[str]) -> set[str]:
+        """Return those of these programs that have not ended by themselves; one that failed since the last judgement
+        is among them, because it may be started again.
+        """
+        found = {name: self._supervisor[name] for name in names if name not in self._pending}
+        return {name for name in names if name not in found or found[name].exit_code is None or found[name].has_failed}
+
     def _final_cause(self, child: SupervisedProgram, never_ready: Collection[str]) -> str | None:
         """Note the failure; return the reason why no restart can fix it, "" if its log says so; None if one can."""
         code = child.exit_code

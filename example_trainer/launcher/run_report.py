@@ -33,6 +33,8 @@ MOST_GROUPS_READ = 2000
 LONGEST_TEXT = 4000
 """Characters of one message in the report; the pages of rollouts have them all."""
 MOST_ENVIRONMENTS = 8
+MOST_SHADES = 4
+"""More shades over each other hide the lines, as on the live page."""
 PLACES = re.compile(r"^env/(?P<id>-?\d+)/")
 
 STYLE = """
@@ -143,10 +145,10 @@ def _lines(run: RunRecord, panel: svg_chart.Panel, *, first: RunRecord, several:
                 shown.append((name.format(id=number_), spread and spread.format(id=number_), label))
         else:
             shown.append((name, spread, name.partition("/")[2].replace("_", " ") or name))
-    alone = not several and len(shown) == 1
+    shaded = not several and len(shown) <= MOST_SHADES
     for name, spread, label in shown:
         whole = f"{run.label}: {label}" if several else label
-        line = make_line(run.rows, name, label=whole, spread=spread if alone else None, dashed=run is not first)
+        line = make_line(run.rows, name, label=whole, spread=spread if shaded else None, dashed=run is not first)
         if line is not None:
             yield line
 

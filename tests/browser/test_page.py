@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from atropos_api.client import BrokerClient
-from atropos_api.testing import served_broker
+from atropos_api.testing import make_memory_app, serve_in_thread, served_broker
 from atropos_api.wire import EnvironmentRequest, FleetReport, PolicyUpdate, ServerReport
 from atropos_api.wire.reports import (
     OpenRollout,
@@ -188,8 +188,6 @@ def test_a_rollout_with_a_script_in_it_is_text(page: Page) -> None:
 
 
 def test_a_hundred_thousand_steps_are_drawn_within_a_second_and_the_spike_is_seen(page: Page) -> None:
-    from atropos_api.testing import make_memory_app, serve_in_thread
-
     app = make_memory_app()
     with serve_in_thread(app) as own, BrokerClient(own) as client:
         demo = begin_demo(client, 1)
@@ -209,6 +207,28 @@ def test_a_hundred_thousand_steps_are_drawn_within_a_second_and_the_spike_is_see
         chart = "document.querySelector('.chart').chart"
         assert page.run(f"{chart}.lines[0].values.includes(7)")
         assert page.run(f"{chart}.lines[0].steps.length") <= 1000
+        page.open("about:blank")
+
+
+def test_rewards_of_each_environment_have_a_shade_also_in_a_long_run(page: Page) -> None:
+    """A server reduces the curve and its spread apart, so that most of their steps differ."""
+    app = make_memory_app()
+    with serve_in_thread(app) as own, BrokerClient(own) as client:
+        demo = begin_demo(client, 1)
+        draw = demo.random.random
+        steps = [
+            StepMetrics(step=step, time=1.0, values={f"env/{one}/reward_{part}": base + draw() for one in (0, 1)
+                        for part, base in (("mean", 0.0), ("std", 0.1))})
+            for step in range(2, 5000)
+        ]  # fmt: skip
+        app.context.broker.metrics.take(demo.run.run_id, steps, known_runs=[demo.run.run_id])
+        show(page, own, "#view=curves")
+        plot = (
+            "[...document.querySelectorAll('.chart')].find((one) => one.innerText.startsWith('Reward by')).chart.plot"
+        )
+        page.wait(f"{plot}?.series.length === 7")
+        apart = "data[at + 1].every((upper, index) => upper == null || upper > data[at][index] + 0.09)"
+        assert page.run(f"{{ const data = {plot}.data; [1, 4].every((at) => {apart}) }}")
         page.open("about:blank")
 
 

@@ -1,7 +1,8 @@
 """`make chaos`: the real programs are killed again and again under the real launcher, and nothing is lost or doubled.
 
-A live run ends with all its steps and code 0, without help. A run over recorded groups ends with exactly the weights
-of an undisturbed run: the test logs the hash of both. ATROPOS_CHAOS_KILLS and ATROPOS_CHAOS_MODES ask for more.
+A live run ends with all its steps, the reward of an undisturbed one and code 0, without help. A run over recorded
+groups ends with exactly the weights of an undisturbed run: the test logs the hash of both. ATROPOS_CHAOS_KILLS and
+ATROPOS_CHAOS_MODES ask for more.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .killed_run import (
     Run,
     check_groups,
     check_history,
+    check_reward,
     hash_of,
     record,
 )
@@ -60,6 +62,7 @@ def test_a_run_whose_parts_are_killed_at_random_ends_with_all_its_steps_and_leav
     logger.info("%s: killed %s", mode, dict(chaos.killed))
     assert sum(chaos.killed.values()) == kills, "it ended before the last kill; raise LIVE_STEPS_A_KILL"
     check_history(run, steps, most=MOST_DIFFERENCE)
+    check_reward(run)
     check_groups(run.directory / "broker", steps)
     assert run.left() == []
     assert "restart" in out

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 class PromiseBroken(AssertionError):
-    """The broker did what it promises never to do; the seed of the simulation repeats it."""
+    """Broker or launcher did what it promises never to do; the seed of the simulation repeats it."""
 
 
 @dataclass

@@ -156,22 +156,28 @@ function bandsOf(lines) {
 function dataOf(lines) {
   const tables = lines.map((line) => {
     if (!line.spread) return [line.steps, line.values];
-    const spread = line.steps.map((step) => valueAt(line.spread, step) ?? 0);
+    // Of a long run the spread is told at other steps than the line: each was reduced to extremes of its own.
+    const spread = line.steps.map((step) => line.spread.values[Math.max(0, indexAt(line.spread, step))]);
     return [line.steps, line.values, line.values.map((value, at) => value + spread[at]), line.values.map((value, at) => value - spread[at])];
   });
   return tables.length ? uPlot.join(tables) : [[]];
 }
 
-/** The value of a line at a step, or null; steps rise. */
-export function valueAt(line, step) {
+/** The value of a line at a step, or null. */
+function valueAt(line, step) {
+  const at = indexAt(line, step);
+  return line.steps[at] === step ? line.values[at] : null;
+}
+
+/** The index of the last step of a line up to this one, or -1; steps rise. */
+function indexAt(line, step) {
   let [low, high] = [0, line.steps.length - 1];
   while (low <= high) {
     const middle = (low + high) >> 1;
-    if (line.steps[middle] === step) return line.values[middle];
-    if (line.steps[middle] < step) low = middle + 1;
+    if (line.steps[middle] <= step) low = middle + 1;
     else high = middle - 1;
   }
-  return null;
+  return high;
 }
 
 function drawHealthy(plot, healthy) {

@@ -5,6 +5,7 @@ import { add, fill, h, visible } from "./dom.js";
 import { hashOf } from "./store.js";
 
 const MOST_RUNS = 4;
+const MOST_SHADES = 4; // more shades over each other hide the lines
 
 /** Show panels in `container`. `runs` are the runs to draw, the first one solid. Return {update, redraw, close}. */
 export class Panels {
@@ -81,7 +82,7 @@ export class Panels {
     const several = this.runs.length > 1;
     return this.runs.flatMap((run, index) => shown.map(({ name, spread, label }) => {
       const line = found[index][name];
-      const around = spread && !several && shown.length === 1 ? found[index][spread] : null;
+      const around = spread && !several && shown.length <= MOST_SHADES ? found[index][spread] : null;
       return { ...line, label: several ? `${visible(run.name)}: ${label}` : label, dash: index > 0, spread: around && around.steps.length ? around : null };
     })).filter((line) => line.steps.length);
   }

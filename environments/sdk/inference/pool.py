@@ -39,9 +39,12 @@ class ServerPool:
     registered: RegisteredServers | None = None
 
     def least_loaded(self, avoid: Sequence[HttpServer] = ()) -> HttpServer:
-        """Return the server with the fewest requests among those worth trying; among all if there are none."""
-        usable = [server for server in self.servers if server.channel.worth_trying and server not in avoid]
-        return min(usable or self.servers, key=lambda server: server.in_flight)
+        """Return the server with the fewest requests among those worth trying, if possible none of `avoid`; among all
+        if none is worth trying.
+        """
+        usable = [server for server in self.servers if server.channel.worth_trying]
+        fresh = [server for server in usable if server not in avoid]
+        return min(fresh or usable or self.servers, key=lambda server: server.in_flight)
 
     def sticky(self, base_url: str | None = None) -> StickyServer:
         """Return a server for related calls, which share a prefix cache: the named one, or the least loaded."""
@@ -117,7 +120,8 @@ class ServerPool:
             await self.registered.wait(self.wait_timeout_seconds)
 
     def _failover(self, server: HttpServer) -> Failover:
-        return lambda: any(other is not server and other.channel.up for other in self.servers)
+        """Return a test for another server worth trying: if one is up again, nobody else may notice it."""
+        return lambda: any(other is not server and other.channel.worth_trying for other in self.servers)
 
     async def split(self, config: APIServerConfig, n: int, ask: Callable[[int], Awaitable[list[T]]]) -> list[T]:
         """Collect `n` results, in order, from calls for at most the allowed number each; missing ones are requested

@@ -4,7 +4,7 @@ A server that restarts, is paused for a publish or has no policy yet is normal h
 request at a time is repeated as a probe and all others wait for its outcome, so that an outage costs almost nothing and
 its end is noticed at once. Only real requests are used to find out whether a server is healthy. If another server is
 up, a request moves there instead of waiting; an unavailable server is tried again now and then, by a single request
-each time. Calls to the broker are repeated as `atropos_api.client.connection` decides.
+each time, also while all others are out. Calls to the broker are repeated as `atropos_api.client.connection` decides.
 """
 
 from __future__ import annotations

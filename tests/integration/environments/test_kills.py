@@ -1,14 +1,17 @@
 """A broker and an inference server are killed and restarted while an environment serves, in real processes.
 
 Each group that the environment submits must be trained once. An environment whose items have numbers is killed as well:
-each item of its data must be trained exactly once. `ATROPOS_ENVIRONMENT_KILLS=20` selects the long form, with 2,000
-items.
+each item of its data must be trained exactly once, and the trained answers are as long as without any kill.
+`ATROPOS_ENVIRONMENT_KILLS=20` selects the long form, with 2,000 items.
 """
 
+import inspect
+import logging
 import os
 import random
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -18,13 +21,17 @@ from collections import Counter
 
 import psutil
 import pytest
+from tokenizers import Tokenizer
 
 from atropos_api.client import BrokerClient
 from atropos_api.wire.messages import RunRequest
 from environments.sdk.rehearsal import write_byte_tokenizer
 
+logger = logging.getLogger(__name__)
+
 KILLS = int(os.environ.get("ATROPOS_ENVIRONMENT_KILLS", "1"))
 ITEMS = 2000 if KILLS > 1 else 150
+GROUP_SIZE = 4
 
 ENVIRONMENT = '''
     import sys
@@ -50,7 +57,7 @@ ENVIRONMENT = '''
 
         async def collect_trajectories(self, item):
             async with self.server.managed_server() as session:
-                await session.completion(prompt=f"item {item}", n=4, max_tokens=4)
+                await session.completion(prompt=f"item {item}", n=4, max_tokens=64)
                 return scored_group(session.nodes, [item, 0, 0, 0]), []
 
         async def handle_send_to_api(self, scored_data, item=None, *rest):
@@ -79,15 +86,49 @@ NUMBERED = ENVIRONMENT.replace(
             raise AssertionError("the broker leases the items")
 """,
 )
+END = 256
+
+
+def answer_to(prompt, index):
+    """Return 1 to 60 tokens, the same ones each time, whichever process asks or answers."""
+    chance = random.Random(f"{list(prompt)} {index}")
+    return [chance.randrange(5, 200) for _ in range(chance.randrange(60))] + [END]
+
+
 INFERENCE = """
+    import random
     import sys
     import time
-    from environments.sdk.testing import FakeInference, sampled_tokens, served
 
-    fake = FakeInference(sampled_tokens(0, vocabulary=200, end=256, longest=8), end=256, delay_seconds=0.02)
-    with served(fake, port=int(sys.argv[1])):
+    import anyio
+
+    from environments.sdk.testing import FakeInference, served
+
+    END = 256
+
+
+    class Timed(FakeInference):
+        async def __call__(self, scope, receive, send):
+            async def send_when_sampled(message):
+                await anyio.sleep(len(message.get("body", b"")) / 50_000)
+                await send(message)
+
+            await super().__call__(scope, receive, send_when_sampled)
+
+
+    ANSWER_TO
+
+    with served(Timed(answer_to, end=END), port=int(sys.argv[1])):
         time.sleep(600)
-"""
+""".replace("ANSWER_TO", textwrap.indent(inspect.getsource(answer_to), " " * 4).lstrip())
+
+
+def mean_answer(tokenizer, items):
+    """Return the mean length of the answers to items, as a run without any kill trains them."""
+    encode = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode
+    return statistics.fmean(
+        len(answer_to(encode(f"item {item}").ids, index)) for item in items for index in range(GROUP_SIZE)
+    )
 
 
 class Program:
@@ -145,7 +186,7 @@ class Trainer(threading.Thread):
 
     def __init__(self, url):
         super().__init__()
-        self.url, self.trained, self.stopping = url, [], threading.Event()
+        self.url, self.trained, self.lengths, self.stopping = url, [], [], threading.Event()
 
     def run(self):
         with BrokerClient(self.url) as client:
@@ -158,6 +199,7 @@ class Trainer(threading.Thread):
                 batch = client.get_batch(number, run_id=run.run_id, epoch=run.epoch, wait_seconds=1)
                 if batch is not None:
                     self.trained += [int(max(group.scores)) for group in batch.groups]
+                    self.lengths += [sum(mask != -100 for mask in row) for group in batch.groups for row in group.masks]
                     client.commit(number, run_id=run.run_id, epoch=run.epoch)
                     number += 1
                 elif last:
@@ -213,6 +255,7 @@ def test_killed_brokers_and_inference_servers_cost_no_group_and_double_none(tmp_
 def test_each_item_of_a_data_set_is_trained_exactly_once_whatever_is_killed(tmp_path, programs):
     broker_port, inference_port = free_port(), free_port()
     url = f"http://127.0.0.1:{broker_port}"
+    tokenizer = write_byte_tokenizer(tmp_path / "tokenizer")
     broker = programs("broker", "-m", "atropos_api", "--port", str(broker_port), "--store", str(tmp_path / "store"))
     inference = programs("inference", script(tmp_path / "inference.py", INFERENCE), str(inference_port))
     env = programs(
@@ -220,7 +263,7 @@ def test_each_item_of_a_data_set_is_trained_exactly_once_whatever_is_killed(tmp_
         script(tmp_path / "numbered_env.py", NUMBERED.replace("ITEM_COUNT", str(ITEMS))),
         "serve",
         *("--env.rollout_server_url", url),
-        *("--env.tokenizer_name", str(write_byte_tokenizer(tmp_path / "tokenizer"))),
+        *("--env.tokenizer_name", str(tokenizer)),
         *("--openai.base_url", f"http://127.0.0.1:{inference_port}/v1"),
     )
     trainer = Trainer(url)
@@ -235,7 +278,13 @@ def test_each_item_of_a_data_set_is_trained_exactly_once_whatever_is_killed(tmp_
         program.start()
     wait_for(lambda: len(trainer.trained) >= ITEMS, "the last items", seconds=120)
     time.sleep(1.0)  # a group too many would be trained by now
-    assert Counter(trainer.trained) == Counter(range(1, ITEMS + 1))
+    times, undisturbed = Counter(trainer.trained), mean_answer(tokenizer, range(1, ITEMS + 1))
+    logger.info(
+        "%d kills; items by the times that each was trained: %s; mean answer %.2f tokens, undisturbed %.2f",
+        *(3 * KILLS, dict(Counter(times.values())), statistics.fmean(trainer.lengths), undisturbed),
+    )
+    assert times == Counter(range(1, ITEMS + 1))
+    assert statistics.fmean(trainer.lengths) == pytest.approx(undisturbed, rel=0.01)
     assert env.kill(signal.SIGTERM) == 0
     with BrokerClient(url) as client:
         (described,) = client.status()["environments"]
@@ -244,4 +293,4 @@ def test_each_item_of_a_data_set_is_trained_exactly_once_whatever_is_killed(tmp_
     items = described["items"]
     assert (items["drawn"], items["finished"], items["in_progress"], items["dropped"]) == (ITEMS, ITEMS, 0, {})
     assert described["outcomes"] == {"trained": ITEMS}
-    assert items["sampled_sequences"] >= 4 * ITEMS
+    assert items["sampled_sequences"] >= GROUP_SIZE * ITEMS

@@ -76,14 +76,14 @@ def read(path, response, text):
     return {"version": told[0]["policy_version"], "digest": told[0].get("digest")}
 
 
-def test_r42_while_servers_replace_each_other_no_request_of_24_clients_fails_and_no_version_falls(manager, monkeypatch):
+def test_r42_while_servers_replace_each_other_no_request_of_64_clients_fails_and_no_version_falls(manager, monkeypatch):
     vllm = manager()
     vllm.start("m", version=1)
     vllm.wait_until_ready(1)
     rooms = iter([True, False, True])
     monkeypatch.setattr(vllm_manager, "has_room", lambda *_, **__: next(rooms))
     pids = [vllm.pid]
-    with PlainClients(vllm.url, request_of, read, pause_seconds=0.03, patience_seconds=30.0) as clients:
+    with PlainClients(vllm.url, request_of, read, clients=64, pause_seconds=0.1, patience_seconds=30.0) as clients:
         for version in range(2, 5):
             time.sleep(0.3)
             replacement = vllm.replace("m", version=version)

@@ -9,6 +9,7 @@ import pytest
 
 from atropos_api.common.html_pages import STYLE_FILE, as_html, make_page
 from atropos_api.testing import served_broker
+from environments.sdk.evaluation_page import render_evaluation
 from environments.sdk.group_files import render as render_groups
 from example_trainer.launcher.run_report import read_run, render
 from tests.unit.launcher.test_run_report import write_run
@@ -20,6 +21,10 @@ RULE = ".card { background: var(--card)"
 def group_page(_: Path) -> str:
     chat = [{"role": HOSTILE, "content": HOSTILE}]
     return render_groups([{"scores": [1.0], "messages": [chat]}], title=HOSTILE)
+
+
+def evaluation_page(_: Path) -> str:
+    return render_evaluation(HOSTILE, {HOSTILE: 0.5}, [{"score": 0.0, "question": HOSTILE, "answer": HOSTILE}])
 
 
 def run_page(folder: Path) -> str:
@@ -38,14 +43,16 @@ def live_style(_: Path) -> str:
         return httpx.get(f"{url}/page/{STYLE_FILE.name}").text
 
 
-@pytest.mark.parametrize("page", [group_page, run_page, api_page, live_style], ids=lambda page: page.__name__)
+@pytest.mark.parametrize(
+    "page", [group_page, evaluation_page, run_page, api_page, live_style], ids=lambda page: page.__name__
+)
 def test_all_pages_have_the_style_of_the_live_page(page, tmp_path: Path) -> None:
     source = page(tmp_path)
     assert RULE in source
     assert "prefers-color-scheme: dark" in source
 
 
-@pytest.mark.parametrize("page", [group_page, run_page], ids=lambda page: page.__name__)
+@pytest.mark.parametrize("page", [group_page, evaluation_page, run_page], ids=lambda page: page.__name__)
 def test_what_came_from_elsewhere_is_text_and_hidden_characters_are_seen(page, tmp_path: Path) -> None:
     source = page(tmp_path)
     assert "<script" not in source

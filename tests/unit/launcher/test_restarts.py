@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,21 @@ def test_different_errors_have_the_whole_budget(supervisor, restarts, clock) -> 
         assert len(restarts.plan(restarts.judge_failures(()))) == 1
         clock.now += 10
         restarts.due()
+
+
+def test_a_trainer_that_was_killed_since_the_last_look_has_not_ended(supervisor, restarts) -> None:
+    """The launcher took it for the end of the training, and started the final server on the port of its own server."""
+    names = {"trainer", "environment"}
+    trainer, environment = (
+        supervisor.start(replace(program(code, name=name), ends_by_itself=True))
+        for name, code in (("trainer", SLEEP), ("environment", ""))
+    )
+    assert wait_until(lambda: environment.exit_code == 0, 10)
+    assert restarts.judge_failures(()) == []
+    killed(trainer)
+    assert restarts.unfinished(names) == {"trainer"}
+    restarts.plan(restarts.judge_failures(()))
+    assert restarts.unfinished(names) == {"trainer"}
 
 
 def test_an_exit_with_0_of_a_server_is_a_failure_that_a_restart_can_fix(supervisor, restarts) -> None:

@@ -122,6 +122,15 @@ def test_a_report_has_the_curves_signs_data_rollouts_and_settings_of_its_run(pag
         assert said in text
 
 
+@pytest.mark.parametrize(("environments", "shades"), [(4, 5), (5, 1)])
+def test_rewards_of_a_few_environments_have_shades(tmp_path: Path, environments: int, shades: int) -> None:
+    root = write_run(tmp_path / "run", [0.1, 0.9])
+    each = {f"env/{one}/reward_{part}": 0.3 for one in range(environments) for part in ("mean", "std")}
+    rows = [json.loads(line) | each for line in (root / "metrics.jsonl").read_text().splitlines()]
+    (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert render([read_run(root)]).count("<polygon") == shades, "that of all rewards is one of them"
+
+
 def test_of_a_run_without_anything_but_metrics_there_is_a_report_too(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     assert report_line(tmp_path) == f"report: {tmp_path / 'report.html'}"

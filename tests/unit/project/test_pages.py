@@ -219,7 +219,9 @@ def test_the_readme_names_what_differs_from_atropos() -> None:
     assert "(docs/explanation/differences.md)" in PAGES[README]
 
 
-CLAIMS = re.compile(r"\b(measured|median|ratios?|faster|slower|cheaper|was seen|reaches|took|p99|of the rate)\b")
+CLAIMS = re.compile(
+    r"\b(measured|median|ratios?|faster|slower|cheaper|was seen|reaches|took|p99|of the rate|(used|kept) \d[\d.]*)\b"
+)
 """Words of a paragraph that reports a measurement."""
 
 FIGURE = re.compile(r"\d(\.\d+)? ?(%|ms|s\b|MiB|GB|KB|times|x\b)|\b\d+\.\d+")

@@ -351,6 +351,17 @@ async def test_a_server_that_is_out_is_left_for_another_and_used_again_later(tok
     assert farm.asked["one"] > before
 
 
+async def test_a_request_goes_to_a_server_that_may_be_up_again(tokenizer, monkeypatch):
+    """It went back to the one that had just failed; or all waited for that one."""
+    pool = manager(tokenizer, config("vllm", "http://one"), config("vllm", "http://two")).pool
+    one, two = pool.servers
+    one.channel._avoid()
+    assert pool.least_loaded(avoid=pool.servers) is two
+    assert not pool._failover(two)()
+    monkeypatch.setattr("environments.sdk.inference.retries.time.monotonic", lambda: one.channel._avoided_until)
+    assert pool._failover(two)()
+
+
 async def test_a_dedicated_server_is_always_the_same(tokenizer):
     farm = farm_of(tokenizer, "one", "two")
     servers = manager(tokenizer, config("vllm", "http://one"), config("vllm", "http://two"), transport=farm)
