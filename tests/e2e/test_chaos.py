@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 ASKED_KILLS = int(os.environ.get("ATROPOS_CHAOS_KILLS", "0"))
 ASKED_MODES = os.environ.get("ATROPOS_CHAOS_MODES", "shared_vllm")
 LIVE_KILLS, RECORDED_KILLS = ASKED_KILLS or 12, ASKED_KILLS or 8
-LIVE_STEPS_A_KILL, RECORDED_STEPS_A_KILL = 3, 6
+LIVE_STEPS_A_KILL, RECORDED_STEPS_A_KILL = 4, 6
 """A run has this many steps for each kill, so that it does not end before the last one."""
 END_SECONDS = 1800.0
 """Adapters on a CPU take 3 to 5 s a step on two slow cores, a sixth of the speed of shared weights."""
