@@ -107,7 +107,7 @@ def test_the_compiled_head_computes_that_of_fp64_at_a_vocabulary_of_150_000() ->
     labels = torch.randint(vocabulary, (tokens,))
     whole = (hidden.double() @ weight.double().t() / temperatures[:, None]).log_softmax(1)
     exact = whole.gather(1, labels[:, None]).squeeze(1), -(whole.exp() * whole).sum(1)
-    passes = kernels._compiled_passes()
+    passes = kernels.compiled_passes()
     found = token_logprobs(hidden, weight, index, labels, temperatures, passes=passes)  # several chunks
     computed, wanted = (
         (*values, *torch.autograd.grad(values[0].sum() + 0.1 * values[1].sum(), [hidden, weight]))
