@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -41,8 +42,10 @@ def compiled(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return chunked(hidden, weight, labels, compiled_passes())
 
 
-FORMS = {"full logits": full_logits, "chunked": chunked}
-COMPILED = {"compiled": compiled}
+Form = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+FORMS: dict[str, Form] = {"full logits": full_logits, "chunked": chunked}
+COMPILED: dict[str, Form] = {"compiled": compiled}
 """Chunked as well, by the passes of `--kernels compile`; it takes a C++ compiler."""
 
 
