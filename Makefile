@@ -42,6 +42,15 @@ else
 	$(if $(HAS_GPU),CUDA_VISIBLE_DEVICES= )$(BIN)/atropos-grpo-run --config configs/demo.yaml $(DEMO_FLAGS)
 endif
 
+# Tests start servers in float32, several at a time, with adapters too, which vLLM's kernels for GPUs do not serve: they run
+# on the CPU. `make gpu` has the checks of a GPU.
+ifeq ($(PLATFORM),gpu)
+test test-all chaos:
+	@$(MAKE) --no-print-directory $@ PLATFORM=cpu
+else
+ifneq ($(HAS_GPU),)
+test test-all chaos: export CUDA_VISIBLE_DEVICES :=
+endif
 # A test that fails is printed and run once more, alone: two landings of 6,500 tests were lost to one that met a process
 # at the moment of its death. `make test-all` gives nothing a second try.
 AGAIN = --last-failed --last-failed-no-failures none
@@ -61,6 +70,7 @@ MODES ?= shared_vllm
 chaos: $(INSTALLED_DEV)
 	ATROPOS_CHAOS_KILLS=$(KILLS) ATROPOS_CHAOS_MODES=$(MODES) $(BIN)/python -m pytest tests/e2e/test_chaos.py \
 		-o log_cli=true -o log_cli_level=INFO
+endif
 
 check: $(INSTALLED_DEV)
 	$(BIN)/ruff format --check .

@@ -12,13 +12,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from example_trainer.modeling.logprobs import token_logprobs
+from example_trainer.modeling.kernels import compiled_passes
+from example_trainer.modeling.logprobs import HeadPasses, token_logprobs
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
@@ -30,13 +32,21 @@ def full_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
 
 
-def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def chunked(hidden: Tensor, weight: Tensor, labels: Tensor, passes: HeadPasses | None = None) -> Tensor:
     index = torch.arange(len(labels), device=hidden.device)
     ones = torch.ones(len(labels), device=hidden.device)
-    return token_logprobs(hidden, weight, index, labels, ones)[0]
+    return token_logprobs(hidden, weight, index, labels, ones, passes=passes)[0]
 
 
-FORMS = {"full logits": full_logits, "chunked": chunked}
+def compiled(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return chunked(hidden, weight, labels, compiled_passes())
+
+
+Form = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+FORMS: dict[str, Form] = {"full logits": full_logits, "chunked": chunked}
+COMPILED: dict[str, Form] = {"compiled": compiled}
+"""Chunked as well, by the passes of `--kernels compile`; it takes a C++ compiler."""
 
 
 class PeakMemory:
@@ -65,15 +75,19 @@ def _status_bytes(name: str) -> int:
 
 
 def measure(form: str, tokens: int, vocabulary: int, hidden_size: int) -> int:
-    """Return the peak bytes of one loss stage, forward and backward, above hidden states, head and its gradient."""
+    """Return the peak bytes of one loss stage, forward and backward, above hidden states, head and its gradient.
+
+    What is compiled is compiled before.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     weight = torch.randn(vocabulary, hidden_size, device=device).requires_grad_()
     weight.grad = torch.zeros_like(weight)
     hidden = torch.randn(tokens, hidden_size, device=device).requires_grad_()
     labels = torch.randint(vocabulary, (tokens,), device=device)
-    with PeakMemory(device) as peak:
-        FORMS[form](hidden, weight, labels).sum().backward()  # type: ignore[no-untyped-call]
+    for _ in range(1 + (form in COMPILED)):
+        with PeakMemory(device) as peak:
+            (FORMS | COMPILED)[form](hidden, weight, labels).sum().backward()  # type: ignore[no-untyped-call]
     # Both forms hold a second gradient of the head until it is added to the first.
     return peak.bytes - weight.numel() * weight.element_size()
 
@@ -101,7 +115,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=150_000)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048])
-    parser.add_argument("--form", choices=list(FORMS), help=argparse.SUPPRESS)
+    parser.add_argument("--form", choices=[*FORMS, *COMPILED], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.form:
         print(json.dumps(measure(arguments.form, arguments.tokens[0], arguments.vocabulary, arguments.hidden)))

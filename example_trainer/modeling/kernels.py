@@ -68,7 +68,7 @@ def _are_plain(kernels: Kernels, device: torch.device) -> bool:
 def _install(policy: Policy, kernels: Kernels, layout: LayoutKind) -> HeadPasses:
     """Put these kernels into the layers and compare them; raise `KernelsUnusable` if they fail or differ."""
     _refuse(policy, kernels)
-    plain, passes = _probe(policy, layout, None), _compiled_passes()
+    plain, passes = _probe(policy, layout, None), compiled_passes()
     try:
         if kernels == "liger":
             _put_liger_into(policy.module)
@@ -170,7 +170,8 @@ def _layers(module: Any) -> list[nn.Module]:
     return [part for part in module.modules() if names & {kind.__name__ for kind in type(part).__mro__}]
 
 
-def _compiled_passes() -> HeadPasses:
+def compiled_passes() -> HeadPasses:
+    """Return the head's passes over its logits, to be compiled when they first run."""
     compiled = partial(torch.compile, dynamic=True)
     return HeadPasses(measure=compiled(PLAIN_PASSES.measure), gradient=compiled(PLAIN_PASSES.gradient))
 

@@ -213,6 +213,12 @@ CLAIMS: tuple[Claim, ...] = (
         run="test_kernels.py",
     ),
     Claim(
+        id="kernels-compile-memory",
+        text="peak memory of that step, to that with `eager`",
+        run="test_kernels.py",
+        at_most=1.0,
+    ),
+    Claim(
         id="kernels-liger-step",
         text="time of the packed step of a 1.5B shape with `--kernels liger`, to `eager`",
         run="test_kernels.py",
@@ -220,6 +226,11 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         id="kernels-liger-mfu",
         text="model FLOP utilisation of that step",
+        run="test_kernels.py",
+    ),
+    Claim(
+        id="kernels-liger-memory",
+        text="peak memory of that step, to that with `eager`",
         run="test_kernels.py",
     ),
     Claim(

@@ -78,21 +78,25 @@ def test_time_of_a_compiled_decoder_layer(record_claim, seconds_of):
 
 
 @pytest.mark.parametrize("kind", ["compile", "liger"])
-def test_time_of_a_step_by_other_kernels(kind, tmp_path, record_claim, seconds_of):
+def test_time_and_memory_of_a_step_by_other_kernels(kind, tmp_path, record_claim, seconds_of):
     """The kernels are compared with plain operations when they are installed, as at the start of a run."""
     directory = make_model(tmp_path / "model", layers=28, vocabulary=VOCABULARY)
     policy = load_policy(PolicyOptions(model_name=str(directory), dtype="bfloat16", device="cuda"))
     install(policy.module)
     rows = make_rows()
-    plain = seconds_of(lambda: run_step(policy, rows, "packed"))
+    plain, most = (
+        seconds_of(lambda: run_step(policy, rows, "packed")),
+        peak_bytes(lambda: run_step(policy, rows, "packed")),
+    )
     try:
         passes = install_kernels(policy, kind, "packed")
     except KernelsUnusable as error:
-        record_claim(f"kernels-{kind}-step", None, reason=str(error))
-        record_claim(f"kernels-{kind}-mfu", None, reason=str(error))
+        for figure in ("step", "mfu", "memory"):
+            record_claim(f"kernels-{kind}-{figure}", None, reason=str(error))
         return
     seconds = seconds_of(lambda: run_step(policy, rows, "packed", passes))
     record_claim(f"kernels-{kind}-step", seconds / plain)
+    record_claim(f"kernels-{kind}-memory", peak_bytes(lambda: run_step(policy, rows, "packed", passes)) / most)
     unknown = f"the peak of {torch.cuda.get_device_name()} is not known here"
     record_claim(f"kernels-{kind}-mfu", flop_utilisation(policy, rows, seconds), reason=unknown)
 

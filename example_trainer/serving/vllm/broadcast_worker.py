@@ -4,8 +4,8 @@ Received weights are not loaded until every server has reported the same checksu
 changes nothing. vLLM's own loading is used, which knows how it fuses and splits: each worker of a server receives whole
 tensors and loads its part of them. It happens inside the fence of a publish, and a copy of the previous weights is kept
 until that publish has ended, so that all servers can return to them together. Joining and receiving wait for the
-trainer and for every other server, any of which may be killed meanwhile, so both run in a thread of their own, on a GPU
-with a stream of its own, and the engine continues decoding under the old weights.
+trainer and for every other server, any of which may be killed meanwhile, so both run in a thread of their own, and the
+engine continues decoding under the old weights. On a GPU the copy of the previous weights has a stream of its own.
 """
 
 from __future__ import annotations

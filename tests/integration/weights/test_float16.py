@@ -99,6 +99,7 @@ def test_shared_tensors_in_float16_are_trained_and_proven(half_model, restartabl
     restartable_server.start("--max-model-len", "1024")
     bridge = bridge_to(restartable_server, dtype="auto", forward_weights="views", **EVERY_PUBLISH)
     train_five_steps(bridge, "shared_vllm", lambda bridge: bridge._attached.client)
+    assert bridge._attached.client.info().head_dtype == "float32", "as the trainer's head"
     assert {view.dtype for view in bridge._policy.served.values()} == {torch.float16}
 
 

@@ -182,6 +182,12 @@ def test_an_option_that_saves_memory_is_counted(means: str) -> None:
     assert needs(**less).total < 0.999 * needs(**usual).total
 
 
+def test_a_trained_head_needs_its_gradient_in_fp32_and_room_for_what_a_chunk_adds() -> None:
+    few: dict[str, Any] = {"gradient_checkpointing": True, "batch_size": 1, "seq_len": 64}
+    whole, layers_alone = needs(**few), needs(**few, train_layer_indices="0-31")
+    assert whole.working - layers_alone.working == 2 * 4 * EIGHT.vocabulary * EIGHT.hidden
+
+
 def test_tensor_parallelism_divides_layers_and_ends_and_holds_the_whole_head_beside_them() -> None:
     ranks: dict[str, Any] = {"optimizer": "adamw", "world_size": 4, "gradient_checkpointing": False}
     whole, divided = needs(**ranks), needs(**ranks, trainer_tensor_parallel_size=4)

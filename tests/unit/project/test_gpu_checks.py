@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from example_trainer.modeling.loading import Sharding
 from example_trainer.testing import make_tiny_model
-from tests.gpu import sharing, test_one_card, test_sharing_time
-from tests.gpu.sharing import MpsUnavailable, find, multi_process_service
+from tests.gpu import sharing, test_fsdp_step, test_layouts, test_numerics, test_one_card, test_sharing_time
+from tests.gpu.sharing import SCALES, MpsUnavailable, find, multi_process_service
+from tests.gpu.training import make_model
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 ABSENT = (
@@ -53,6 +55,25 @@ def test_what_trainer_and_server_do_to_each_other_is_measured_on_a_cpu_by_the_sa
     assert gradients[0]["host"] > 0
     assert [*killed[0], *killed[1], *killed[2]] == ["kept", "successor", "read"]
     assert (killed[1]["successor"], killed[2]["read"]) == (1.0, 1.0)
+
+
+process_group = test_fsdp_step.process_group
+
+
+@pytest.mark.usefixtures("process_group")
+def test_values_that_must_agree_on_a_gpu_agree_on_a_cpu_by_the_same_code(tmp_path: Path) -> None:
+    """Packed and padded rows, one rank and a whole policy, logprobs of the head and those of fp64."""
+    shape = test_layouts.SHAPES["window"]
+    policy = test_layouts.make_policy(tmp_path / "window", "cpu", "float32", **shape)
+    assert test_layouts.largest_difference([policy], varlen=False) <= 1e-4
+    model = make_model(tmp_path / "model", layers=1, vocabulary=test_fsdp_step.VOCABULARY, **SCALES["tiny"].shape)
+    wanted, found = (
+        test_fsdp_step.weight_changes(model, sharding, "cpu", varlen=False) for sharding in (None, Sharding())
+    )
+    assert wanted.norm() > 0
+    assert (found - wanted).norm() <= 1e-3 * wanted.norm()
+    ours, rounded = test_numerics.head_errors(tokens=32, vocabulary=4000, width=256, device="cpu")
+    assert ours <= 1e-3 < rounded
 
 
 def test_a_run_that_ends_on_the_way_leaves_what_it_found_and_one_without_findings_says_why(

@@ -98,6 +98,16 @@ def test_the_demo_runs_on_the_cpu_and_says_so_if_the_installed_torch_cannot_use_
     assert told.endswith("demo on a cpu, visible: \n")
 
 
+@pytest.mark.parametrize("target", ["test", "test-all", "chaos"])
+def test_the_tests_run_on_the_cpu_of_a_machine_with_a_gpu(checkout: Path, target: str) -> None:
+    """They serve adapters in float32, which a server on a GPU refuses."""
+    environment(checkout / ".venv-cpu", "cpu", torch_works=True)
+    script(checkout / ".venv-cpu" / "bin" / "python", 'echo "$0 $*; visible: ${CUDA_VISIBLE_DEVICES-all}"')
+    last = make(checkout, target).splitlines()[-1]
+    assert last.startswith(".venv-cpu/bin/python")
+    assert last.endswith("; visible: ")
+
+
 def test_the_checks_on_a_gpu_install_what_they_need_into_the_environment_of_the_demo(checkout: Path) -> None:
     told = make(checkout, "gpu").splitlines()
     assert told[0] == "python requirements/install.py --no-deps --requirement requirements/dev.txt"
