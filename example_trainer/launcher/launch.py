@@ -181,7 +181,7 @@ class Launch:
 
     def _stop_trainer(self, supervisor: SeatedSupervisor, snapshot: Snapshot, view: View, stop: StopRequest) -> None:
         """End the trainer before its servers: a publish would wait for them, and its last checkpoint comes after it."""
-        if TRAINER not in supervisor:
+        if TRAINER not in supervisor or supervisor[TRAINER].exit_code is not None:
             return
         snapshot.phase = "stopping: the trainer writes a checkpoint (a second signal ends it at once)"
         view.update(snapshot, ())
