@@ -163,7 +163,7 @@ class Objective:
     def fuse_clip(self, device: torch.device) -> None:
         """Compile ratio, clip and minimum of the clipped losses into one kernel, if it proves equal on `device`.
 
-        Plain operations read and write the `[n]` arrays ten times forward and as often backward.
+        Plain operations read and write `[n]` arrays once each, forward and backward.
         """
         settings = self.settings
         if settings.loss_type not in CLIPPED_LOSSES or settings.importance_sampling != "clip" or settings.own_loss:
