@@ -88,7 +88,6 @@ docs: $(INSTALLED_DEV)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/compare_trl.py
-	$(BIN)/python -m benchmarks.demo_generation
 	$(BIN)/python -m benchmarks.broker
 	$(BIN)/python -m benchmarks.broker.fsync
 	$(BIN)/python -m benchmarks.broker.watching
