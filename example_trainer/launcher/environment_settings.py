@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ OF_ONE_ENVIRONMENT = (
 
 
 class EnvironmentNotFound(TrainerError):
-    """Raised if the file of an environment server is neither here nor among the environments of this package."""
+    """Raised if an environment server is no file, module or environment that can be found from here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,12 +175,36 @@ def program_of(server: str) -> tuple[str, ...]:
     """Return the Python arguments that start an environment server, which is named by its file (`arithmetic_server.py`
     is ours), by the name under which an installed package offers it, or as a module.
     """
-    if not server.endswith(".py"):
-        return ("-m", "environments.commands", server) if server in environment_names() else ("-m", server)
-    for path in (Path(server), PACKAGE_ROOT / "environments" / server):
-        if path.is_file():
-            return (str(path.absolute()),)
-    raise EnvironmentNotFound(f"--env.server {server}: no such file here or among the environments of this package")
+    if server.endswith(".py"):
+        for path in (Path(server), PACKAGE_ROOT / "environments" / server):
+            if path.is_file():
+                return (str(path.absolute()),)
+        where = "no such file here or among the environments of this package"
+        raise EnvironmentNotFound(f"--env.server {server}: {where}{_proposal(server)}")
+    if server in environment_names():
+        return ("-m", "environments.commands", server)
+    if not _is_module(server):
+        what = "no file (its name would end in .py), module or installed environment of this name"
+        raise EnvironmentNotFound(f"--env.server {server}: {what}{_proposal(server)}")
+    return ("-m", server)
+
+
+def _is_module(name: str) -> bool:
+    """Return True if the first part of a module's name is found; the module itself is not imported here."""
+    first = name.partition(".")[0]
+    if not first or "/" in first:
+        return False
+    # `python -m` looks into the working directory too.
+    return any(path.exists() for path in (Path(first), Path(f"{first}.py"))) or find_spec(first) is not None
+
+
+def _proposal(server: str) -> str:
+    """Return `, did you mean X?` for a name that is close to an environment's, `_server` and suffix left out or not."""
+    files = (PACKAGE_ROOT / "environments").glob("*_server*.py")
+    known = {name: name for name in environment_names()}
+    known |= {stem: path.name for path in files for stem in (path.stem, path.stem.replace("_server", ""))}
+    found = get_close_matches(server_stem(server), known, n=1)
+    return f", did you mean {known[found[0]]}?" if found else ""
 
 
 def fillable_batches(group_sizes: Iterable[int], largest: int) -> frozenset[int]:

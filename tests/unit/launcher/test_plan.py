@@ -348,9 +348,23 @@ def test_local_bases_are_named_by_task_and_seed() -> None:
 
 def test_environment_servers_are_files_or_modules() -> None:
     assert program_of(__file__) == (__file__,)
-    assert program_of("my.package.server") == ("-m", "my.package.server")
+    assert program_of("environments.gsm8k_server") == ("-m", "environments.gsm8k_server")
     with pytest.raises(EnvironmentNotFound, match=r"nowhere\.py"):
         program_of("nowhere.py")
+
+
+def test_an_environment_may_be_a_module_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_own_env.py").touch()
+    assert program_of("my_own_env") == ("-m", "my_own_env")
+
+
+@pytest.mark.parametrize("misspelt", ["gsm8k", "gsm8k_server", "environments/gsm8k_server", "gsm8k_servr.py"])
+def test_a_misspelt_environment_is_refused_with_the_one_that_may_be_meant(misspelt: str) -> None:
+    with pytest.raises(EnvironmentNotFound, match=r"did you mean gsm8k_server\.py\?"):
+        program_of(misspelt)
 
 
 def _is_held(port: int) -> bool:
