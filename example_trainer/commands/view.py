@@ -32,7 +32,9 @@ class RunViewOptions(BaseModel):
 
 def run(argv: Sequence[str]) -> int:
     """Serve the page until a signal comes."""
-    named = argv[0] if argv and not argv[0].startswith("-") else None
+    if not argv:
+        raise ConfigError("atropos view shows a RUN's directory, a FILE of groups or --api-url URL; name one of them")
+    named = argv[0] if not argv[0].startswith("-") else None
     if named is not None and not Path(named).exists():
         raise ConfigError(f"{named}: no such run directory or file of groups; name one, such as runs/demo-DATE")
     if named is None or not Path(named).is_dir():

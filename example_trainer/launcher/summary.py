@@ -122,6 +122,8 @@ def summarise(
 
 def read_steps(run_dir: Path) -> list[dict[str, Any]]:
     """Return the rows of `metrics.jsonl`; raise `NoRun` if there is no finished step."""
+    if not run_dir.is_dir():
+        raise NoRun(f"{run_dir}: no such directory; name that of a run, such as runs/demo-DATE")
     rows = MetricsTail(run_dir / METRICS_FILE).read()
     if not rows:
         raise NoRun(f"{run_dir} holds no {METRICS_FILE} with a finished step")

@@ -214,6 +214,8 @@ def test_the_page_of_a_report_goes_where_it_is_asked_for(tmp_path: Path, capsys:
         main.run(["report", str(run), "--htm", "x"])
     with pytest.raises(NoRun, match="holds no metrics"):
         main.run(["report", str(run), str(tmp_path)])
+    with pytest.raises(NoRun, match=r"runz: no such directory; name that of a run"):
+        main.run(["report", str(tmp_path / "runz")])
 
 
 def test_settings_that_name_the_run_s_own_directory_do_not_differ(tmp_path: Path) -> None:
