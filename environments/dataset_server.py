@@ -5,10 +5,10 @@ r"""The environment trains on any data set, with rewards named on the command li
     python environments/dataset_server.py serve --env.data_path sums.jsonl \
         --env.reward gsm8k '{"name": "repetition", "weight": 0.2}'
 
-A row is a prompt, or a chat with or without a system prompt. A row may have a reference: the chat's last message if it
-is the assistant's, or the first column of `chat_dataset.REFERENCES` that the row has. Other columns reach the reward. A
-reward is a name of the registry, `module:function` or `file.py:function`; the function takes samples, or has TRL's
-signature. Each part's mean is logged as `reward/NAME`.
+A row is a prompt, or a chat with or without a system prompt. A row may have a reference: the first column of
+`chat_dataset.REFERENCES` that it has, else the chat's last message if it is the assistant's. Other columns reach the
+reward. A reward is a name of the registry, `module:function` or `file.py:function`; the function takes samples, or has
+TRL's signature. Each part's mean is logged as `reward/NAME`.
 
 Data: `data_path` or `dataset_name`; one of them is needed.
 """

@@ -5,6 +5,7 @@ asked for), `endpoints` and `base_model` (what must be settled first), `plan` wi
 which settings), `environment_check`, `placement/` (where each runs), `launch` with `stop_request` (the course of it),
 `supervisor` (the programs), `restarts`, `fleet` (inference servers that come and go), `progress` with `views`,
 `run_dir` with `run_lock`, `summary` with `totals`, `evaluations` and `data_use`, `run_report` with `svg_chart` and
-`comparison`. It may import `config`, `memory`, `options`, `monitoring`, `processes`, the broker's client and its page's
-files, and of the broker its options, to refuse what it would refuse; never weights or model.
+`comparison`. It may import `config`, `memory`, `options`, `monitoring`, `processes`, `weight_protocol`, the broker's
+client and page, its options, to refuse what it would refuse, and of the environments their names, tasks and files of
+groups; never weights or model.
 """

@@ -3,5 +3,5 @@
 In reading order: `advantages`, `ratios`, `surrogates`, `losses`, `sampling_masks` (logprobs under top-p or like
 sampling), `metrics`, `objective` (a run's selection of these) with `reference_policy`; `cs336` has the same under the
 names of Stanford's course. Only `objective` and `reference_policy` use a policy. It may import `model`, `modeling`,
-`config` and `errors`.
+`options`, `state` and `errors`.
 """

@@ -194,7 +194,7 @@ def test_a_directory_without_store_and_metrics_is_reported_in_one_line(tmp_path:
     with pytest.raises(ConfigError, match=r"neither a broker's store \(broker/\) nor a metrics\.jsonl") as raised:
         main.run(["view", str(tmp_path)])
     assert "\n" not in str(raised.value)
-    with pytest.raises(ConfigError, match="a RUN.s directory, a FILE of groups"):
+    with pytest.raises(ConfigError, match="RUN's directory, a FILE of groups"):
         main.run(["view"])
 
 
