@@ -202,8 +202,10 @@ def _under(preset: Preset, given: Mapping[str, Any]) -> dict[str, Any]:
             filled.pop(name, None)
     if {"rollout_batch_size", "train_batch_size"} & {name for name, value in given.items() if value is not None}:
         # Sizes in the course's terms replace all three batch settings of the preset.
-        for name in ("batch_size", "gradient_accumulation_steps", "mini_batches"):
-            filled.pop(name, None)
+        sizes = {name: filled.pop(name, None) for name in ("batch_size", "gradient_accumulation_steps", "mini_batches")}
+        micro, accumulation = sizes["batch_size"], sizes["gradient_accumulation_steps"]
+        if given.get("rollout_batch_size") is None and micro and accumulation:
+            return filled | dict(given) | {"rollout_batch_size": micro * accumulation}
     return filled | dict(given)
 
 

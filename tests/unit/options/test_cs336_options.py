@@ -49,6 +49,14 @@ def test_several_passes_over_a_rollout_in_one_training_batch_are_one_step() -> N
 
 
 @pytest.mark.parametrize(
+    ("argv", "steps"), [("--epochs-per-rollout-batch 4 --train-batch-size 1024", 1), ("--train-batch-size 64", 4)]
+)
+def test_the_course_s_rollout_of_256_answers_stays_if_the_training_batch_alone_is_given(argv: str, steps: int) -> None:
+    config = parse("--preset", "cs336", *argv.split())
+    assert (config.sequences_per_batch, config.optimizer_steps_per_batch) == (256, steps)
+
+
+@pytest.mark.parametrize(
     ("argv", "words"),
     [
         ("--rollout-batch-size 100 --train-batch-size 64", "--train-batch-size 64"),
