@@ -244,7 +244,12 @@ class BrokerSettings(BaseModel):
     dedup_window: float = Field(
         30.0, ge=0, description="Seconds in which a repeated submission without a key is recognised; 0 turns it off."
     )
-    max_uncommitted: int = Field(16, ge=1, description="Batches that may be formed and not yet committed.")
+    max_uncommitted: int = Field(
+        16,
+        ge=1,
+        description="Batches that may be formed and not yet committed; at least two more than the run's checkpoint "
+        "interval.",
+    )
     keep_batches: int = Field(0, ge=0, description="Committed batches whose groups are kept for replay.")
     environment_timeout: float = Field(
         60.0, gt=0, description="Seconds without a call after which an environment's weight and minimum are ignored."
