@@ -150,7 +150,7 @@ class PromptBuilder:
             for node in known
             if node.conversation is not None and node.conversation.is_continued_by(chat.keys, open_end=chat.open_end)
         ]
-        base = max(candidates, key=_message_count, default=None)
+        base = max(candidates, key=lambda node: _closeness(node, chat), default=None)
         self._record_rewritten_message(chat, known, start=0 if base is None else _message_count(base))
         continued = self._continue_chat(chat, base) if base is not None else None
         if continued is not None:
@@ -251,6 +251,12 @@ class PromptBuilder:
                 sampled = text_of(earlier[-1].messages[index].get("content"))
                 self._drift.record(sampled, text_of(message.get("content")), "the assistant's message")
                 return
+
+
+def _closeness(node: SequenceNode, chat: Chat) -> tuple[int, int]:
+    """Return how much of a chat a sequence holds: its messages, then the identities that they share."""
+    conversation = node.conversation
+    return (0, 0) if conversation is None else (len(conversation.keys), conversation.shared_identities(chat.keys))
 
 
 def _message_count(node: SequenceNode) -> int:

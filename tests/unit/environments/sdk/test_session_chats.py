@@ -206,6 +206,24 @@ async def test_tool_calls_come_back_as_the_tokens_they_were_sampled_as(tokenizer
     assert "<tool_response>\n2" in node.full_text
 
 
+@pytest.mark.parametrize("keeps", ["ids", "text"])
+async def test_of_samples_with_the_same_call_the_one_that_was_answered_is_continued(tokenizers, keeps):
+    tokenizer = tokenizers["qwen"]
+    session = session_of(scripted(tokenizer, "1" + CALL, "2" + CALL, "done"), tokenizer)
+    asked = await session.chat_completion(messages=[QUESTION], tools=TOOLS, n=2)
+    message = asked.choices[1].message.model_dump()
+    if keeps == "ids":
+        del message["content"]
+    else:
+        message["tool_calls"][0]["id"] = "other"
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}
+    await session.chat_completion(messages=[QUESTION, message, result], tools=TOOLS)
+    first, second = session.nodes
+    end = [tokenizer.eos_token_id]
+    assert trained(first) == tokenizer.encode("1" + CALL) + end
+    assert trained(second) == tokenizer.encode("2" + CALL) + end + tokenizer.encode("done") + end
+
+
 async def test_tool_choice_none_leaves_the_text_and_required_reads_bare_json(tokenizers):
     tokenizer = tokenizers["qwen"]
     bare = '{"name": "add", "parameters": {"a": 1}}'
