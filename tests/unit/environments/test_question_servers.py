@@ -150,6 +150,14 @@ async def test_a_stop_string_that_the_server_cut_off_is_put_back(make):
     assert (await collect(env))["scores"] == [1.0]
 
 
+@pytest.mark.parametrize(("ending", "score"), [("", 1.0), ("</answer>", 1.0), (" User:", -1.0)])
+async def test_an_answer_that_another_stop_string_ended_is_not_closed_for_the_model(make, ending, score):
+    cut = ZERO_RIGHT.removesuffix("</answer>") + ending
+    env, fake = await make(MathZeroEnv, [cut], unended=[cut])
+    fake.end = env.tokenizer.encode(cut)[-1]  # it ends with the reason "stop", as with a stop string
+    assert (await collect(env))["scores"] == [score]
+
+
 @pytest.mark.parametrize(("name", "words"), [("missing.prompt", "math_zero, r1_zero"), ("no place", "no {question}")])
 async def test_a_template_that_cannot_be_used_is_reported(make, tmp_path, name, words):
     (tmp_path / "no place").write_text("Question:")
