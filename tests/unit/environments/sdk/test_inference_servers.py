@@ -55,6 +55,15 @@ async def test_sglang_is_asked_and_read_in_its_own_words(tokenizer):
         assert node.finish_reason == "stop"
 
 
+async def test_sglang_samples_to_the_end_of_its_context_where_no_limit_is_given(tokenizer):
+    """Left out, its limit is 128 tokens; null is none."""
+    fake = FakeSglang(respond=lambda *_: [7] * 300, end=tokenizer.eos_token_id)
+    async with manager(tokenizer, config("sglang"), transport=InProcess(fake)).managed_server() as session:
+        await session.chat_completion(messages=[QUESTION], min_tokens=0)
+    assert session.nodes[0].sampled_count == 300
+    assert fake.requests[-1][1]["sampling_params"]["min_new_tokens"] == 0
+
+
 async def test_a_foreign_server_that_tells_no_version_leaves_it_unknown(tokenizer):
     """R4: a foreign server's version is null, neither an error nor invented."""
     fake = FakeSglang(respond=lambda *_: [7, 8, 9], end=tokenizer.eos_token_id)
