@@ -12,14 +12,13 @@ Data: `openai/gsm8k:main` from the hub, 7,473 questions to train on and 1,319 to
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
 
-from environments.rewards.answers import after_thinking, first_number, last_boxed
-from environments.rewards.math import AccuracyReward, R1ZeroReward, R1ZeroScore, reference
+from environments.rewards.answers import after_thinking, last_boxed, without_percent
+from environments.rewards.math import AccuracyReward, R1ZeroReward, R1ZeroScore
 from environments.rewards.text import LinearLengthReward
 from environments.sdk import APIServerConfig, BaseEnvConfig, ManagedSession, ScoredDataGroup, scored_group
 from environments.tasks.data import Question
@@ -31,8 +30,6 @@ SYSTEM_PROMPT = (
     "check the result. You have at most {max_tokens} tokens for everything. After the reasoning give the final number "
     "alone, as \\boxed{{the number}}."
 )
-
-_PERCENT = re.compile(r"\\?%|\\text\{\s*percent\s*\}|\bpercent\b")
 
 
 class GSM8kEnvConfig(QuestionEnvConfig):
@@ -138,14 +135,6 @@ class GSM8kEnv(QuestionEnv):
     def chat(self, question: Question) -> list[dict[str, str]]:
         system = SYSTEM_PROMPT.format(max_tokens=self.config.max_token_length)
         return [{"role": "system", "content": system}, {"role": "user", "content": question.question}]
-
-
-def without_percent(text: str, gold: str) -> str:
-    """Return an answer without percent signs if the gold is above 1: GSM8K asks for a percentage and has it as 50, and
-    math-verify would compare 50% with it as 0.5.
-    """
-    number = first_number(reference(gold))
-    return text if number is None or abs(number) <= 1 else _PERCENT.sub("", text)
 
 
 if __name__ == "__main__":

@@ -156,3 +156,15 @@ def final_answer(text: str) -> str | None:
         return boxed
     marked = after_hashes(text)
     return marked if marked is not None else answer
+
+
+_PERCENT = re.compile(r"\\?%|\\text\{\s*percent\s*\}|\bpercent\b")
+
+
+def without_percent(text: str, gold: str) -> str:
+    """Return an answer without percent signs if the gold is a number above 1.
+
+    GSM8K asks for a percentage and has it as 50, while math-verify compares 50% as 0.5.
+    """
+    number = first_number(final_answer(gold) or gold)
+    return text if number is None or abs(number) <= 1 else _PERCENT.sub("", text)
