@@ -132,7 +132,7 @@ class Sampling:
         return params
 
     def _changes_temperature(self, before: Mapping[str, Any]) -> bool:
-        return before.get("temperature", self.temperature) != self.temperature
+        return bool(before.get("temperature", self.temperature) != self.temperature)
 
     def require_trainable(self, *, allow_truncated: bool, before: Mapping[str, Any] = NO_TURN_BEFORE) -> None:
         """Raise for sampling that the trainer cannot recompute: greedy sampling, and truncated unless it is allowed.
