@@ -7,10 +7,11 @@ import anyio
 import pytest
 
 from environments.sdk.config import APIServerConfig
-from environments.sdk.errors import SamplingNotTrainable, TokensUnavailable
+from environments.sdk.errors import InferenceAborted, SamplingNotTrainable, TokensUnavailable
 from environments.sdk.groups import group_items, scored_group, scored_item, to_wire
 from environments.sdk.inference.server import OpenAIServer
 from environments.sdk.inference.vllm import VllmServer
+from environments.sdk.server_manager import ServerManager
 from environments.sdk.session.session import ManagedSession
 from environments.sdk.session.tokens_and_masks import NO_LOGPROB, NOT_TRAINED, SampleLog, record_samples
 from environments.sdk.testing import FakeInference, InProcess, logprob_of, mask_of
@@ -239,6 +240,23 @@ async def test_rollouts_that_were_sampled_differently_say_so_in_their_group(toke
     assert [find_temperature(group, index) for index in range(3)] == [0.7, 1.2, 1.0]
     assert group.overrides[1]["weight"] == 2
     assert group.generation_params["truncated_sampling"] is True
+
+
+class Aborting(FakeInference):
+    def _reply(self, request):
+        return {**FakeInference._reply(self, request), "finish_reasons": ["abort"]}
+
+
+@pytest.mark.parametrize("ours", [True, False])
+async def test_an_answer_that_its_server_cut_off_for_a_pause_is_asked_for_again_and_not_scored(tokenizer, ours):
+    config = APIServerConfig(server_type="vllm", base_url="http://fake/v1")
+    fake = Aborting(lambda *_: [7, 8], end=tokenizer.eos_token_id, ours=ours)
+    servers = ServerManager([config], load_tokenizer=lambda: tokenizer, transport=InProcess(fake))
+    async with servers.managed_server() as session:
+        with pytest.raises(InferenceAborted, match="aborted"):
+            await session.chat_completion(messages=[QUESTION])
+    assert session.nodes == []
+    assert not InferenceAborted.ends_server
 
 
 MASKED = {"allow_truncated_sampling": True, "sampling_mask_limit": 8}
