@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import Field
 
-from environments.rewards.answers import after_thinking, last_boxed
+from environments.rewards.answers import after_thinking, last_boxed, without_percent
 from environments.rewards.math import AccuracyReward, R1ZeroReward, R1ZeroScore
 from environments.rewards.text import LinearLengthReward
 from environments.sdk import APIServerConfig, BaseEnvConfig, ManagedSession, ScoredDataGroup, scored_group
@@ -82,6 +82,7 @@ class GSM8kEnv(QuestionEnv):
 
     async def grade(self, texts: Sequence[str], gold: str) -> list[R1ZeroScore]:
         """Return the format reward, the answer reward and the score of each answer."""
+        texts = [without_percent(text, gold) for text in texts]
         if self.template is not None:
             return await self.template_grader.grade([{"completion": text, "answer": gold} for text in texts])
         answers = [last_boxed(after_thinking(text)) for text in texts]

@@ -162,7 +162,7 @@ class MathZeroEnv(QuestionEnv):
 
     async def are_right(self, nodes: Sequence[SequenceNode], prompt: str, gold: str) -> list[bool]:
         """Return for each answer True if it is right; an answer that was cut off never is."""
-        answers = [None if cut_off(node) else boxed_answer(answer_of(node, prompt, stop=CLOSING)) for node in nodes]
+        answers = [None if cut_off(node) else boxed_answer(completed(node, prompt)) for node in nodes]
         return [verdict.correct for verdict in await self.grader.judge_answers([gold] * len(nodes), answers)]
 
     async def score_answer(self, item: Question, text: str) -> float:
@@ -180,13 +180,13 @@ class MathZeroEnv(QuestionEnv):
     def as_messages(self, node: SequenceNode, prompt: str) -> list[Any]:
         """Return the prompt and the answer as a chat; the answer begins with the prompt's last `<think>`."""
         asked, tag, _ = prompt.rpartition("<think>")
-        answer = tag + answer_of(node, prompt, stop=CLOSING)
+        answer = tag + completed(node, prompt)
         return [{"role": "user", "content": asked or prompt}, {"role": "assistant", "content": answer}]
 
     async def attempt(self, question: Question) -> dict[str, Any]:
         prompt = self.template.fill(question.question)
         (node,) = await self.sample(prompt, count=1, temperature=self.config.eval_temperature)
-        text = answer_of(node, prompt, stop=CLOSING)
+        text = completed(node, prompt)
         (correct,) = await self.are_right([node], prompt, question.answer)
         return {
             "subset": getattr(question, "subset", "validation"),
@@ -221,6 +221,14 @@ def boxed_answer(text: str) -> str | None:
     while (start := text.find(OPENING, place)) >= 0 and (end := text.find(CLOSING, start)) >= 0:
         answer, place = text[start + len(OPENING) : end], end + len(CLOSING)
     return None if answer is None else last_boxed(answer)
+
+
+def completed(node: SequenceNode, prompt: str) -> str:
+    """Return the answer, with its closing tag put back where the server cut that off: not where another text of `STOPS`
+    ended it.
+    """
+    text = answer_of(node, prompt, stop="")
+    return text if any(stop in text for stop in STOPS) else answer_of(node, prompt, stop=CLOSING)
 
 
 def cut_off(node: SequenceNode) -> bool:

@@ -84,9 +84,12 @@ class ReasoningGymEnv(QuestionEnv):
         puzzles = create_dataset(self.config, seed=EVALUATION_SEED, size=self.config.eval_problems)
         return [as_puzzle(puzzles[index]) for index in range(self.config.eval_problems)]
 
+    async def item_at(self, number: int) -> Question:
+        return as_puzzle(self.puzzles[number])
+
     async def get_next_item(self) -> Question:
         self.items_taken += 1
-        return as_puzzle(self.puzzles[self.items_taken - 1])
+        return await self.item_at(self.items_taken - 1)
 
     async def collect(self, question: Question) -> ScoredDataGroup:
         async with self.server.managed_server() as session:

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import Field
 
 from atropos_api.common.concurrency import run_all
-from environments.rewards.answers import after_thinking, last_boxed
+from environments.rewards.answers import after_thinking, last_boxed, without_percent
 from environments.rewards.math import AccuracyReward
 from environments.sandbox.python_tool import PythonTool
 from environments.sdk import (
@@ -156,7 +156,8 @@ class ToolEnv(QuestionEnv):
         return {"role": "tool", "tool_call_id": made.id, "name": made.function.name, "content": text}
 
     async def score_answer(self, item: Question, text: str) -> float:
-        (verdict,) = await self.grader.judge_answers([item.answer], [last_boxed(after_thinking(text))])
+        answer = last_boxed(after_thinking(without_percent(text, item.answer)))
+        (verdict,) = await self.grader.judge_answers([item.answer], [answer])
         return 1.0 if verdict.correct else -1.0
 
     def write_answer(self, answer: str) -> str:

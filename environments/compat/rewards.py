@@ -7,7 +7,9 @@ weights of a combination's parts are applied.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +17,10 @@ from typing import Any, cast
 
 __all__ = ["CombinedReward", "RewardFunction", "RewardRegistry", "registry"]
 
+logger = logging.getLogger(__name__)
+
 OURS: Mapping[str, str] = {
     "accuracy": "accuracy",
-    "cosine_scaled": "cosine",
     "format": "format",
     "r1": "r1_zero",
     "repetition_penalty": "repetition",
@@ -81,8 +84,12 @@ class RewardRegistry:
     def create(self, name_or_config: str | Mapping[str, Any], **kwargs: Any) -> RewardFunction:
         """Make a reward from its name or from `{type, params, …}`."""
         config: dict[str, Any] = {"type": name_or_config} if isinstance(name_or_config, str) else dict(name_or_config)
-        found = self.get(config.pop("type"))
+        name = config.pop("type")
+        found = self.get(name)
         options = {**kwargs, **config.pop("params", {}), **config}
+        if name not in self._known and (ignored := sorted(options.keys() - {"weight"})):
+            logger.warning("the reward %s is this package's own and takes no settings: ignored %s", name, ignored)
+            options = {key: options[key] for key in options if key == "weight"}
         if inspect.isclass(found):
             return cast("RewardFunction", found(**options))
         return _Function(found, **options)
@@ -137,8 +144,14 @@ class _Function(RewardFunction):
 def as_function(name: str) -> Callable[..., list[float]]:
     """Return one of this package's rewards as a function of completions and their reference answers."""
 
+    @functools.cache
+    def reward() -> Any:  # one for all calls: a process that compares answers takes a second to start
+        from environments.rewards import make_reward
+
+        return make_reward(name)
+
     def score(completions: Sequence[Any], **given: Any) -> list[float]:
-        from environments.rewards import make_reward, score_samples
+        from environments.rewards import score_samples
 
         taken = {k: given.pop(k) for k in GOLD_NAMES if k in given}
         golds = next(iter(taken.values()), None)
@@ -147,7 +160,7 @@ def as_function(name: str) -> Callable[..., list[float]]:
             for index, completion in enumerate(completions)
         ]
         with ThreadPoolExecutor(max_workers=1) as other:  # the calling thread already runs an event loop
-            return other.submit(lambda: asyncio.run(score_samples(make_reward(name), samples))).result()
+            return other.submit(lambda: asyncio.run(score_samples(reward(), samples))).result()
 
     score.__name__ = name
     return score

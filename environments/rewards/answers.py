@@ -1,13 +1,15 @@
 r"""Reads answers from text: exact numbers, and the final answer of a completion.
 
-Numbers may be written as `1,234`, `$5`, `-3.50`, `−2`, `minus 2`, `3/4`, `\frac{3}{4}`, `2\frac12`, `2 1/2`,
-`72 apples`, `5 million` or `1.5e3`; their values are exact. A percent sign is read as a unit, so `50%` is 50, as
-GSM8K's reference answers mean it. Every search takes time linear in the text, for any text that a model writes.
+Numbers may be written as `1,234`, `1 234`, `$5`, `-3.50`, `−2`, `minus 2`, `3/4`, `\frac{3}{4}`, `2\frac12`, `2 1/2`,
+`2½`, `72 apples`, `5 hundred thousand` or `1.5e3`; their values are exact. A percent sign is read as a unit, so `50%`
+is 50, as GSM8K's reference answers mean it. Every search takes time linear in the text, for any text that a model
+writes.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from decimal import Decimal
 from fractions import Fraction
 
@@ -22,10 +24,18 @@ SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**
 
 _MINUS_SIGNS = dict.fromkeys(map(ord, "−–—﹣-"), "-")
 _NUMERAL = r"(?:\d{1,3}(?:,\d{3}){1,99}(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-_THIN_SPACE = re.compile(r"(?<=\d)\\[,!](?=\d)")
+_THIN_SPACE = re.compile(r"(?<=\d)(?:,\\!\s?|\\[,!])(?=\d)")
+_SPACED_THOUSANDS = re.compile(r"(?<![\w.,])\d{1,3}(?:[ ~\u00a0\u2009\u202f]\d{3}){1,99}(?!\d|\s{0,4}/)")
+_FRACTION_SIGNS = {
+    ord(sign): " " + unicodedata.normalize("NFKC", sign).replace("\u2044", "/") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+}
 
 _SIGN = r"(?P<sign>[-+]\s*|(?<![\w-])(?ai:minus|negative)\s{1,4})?"
-_SCALE = rf"\$?[ \t~-]{{0,4}}(?:\\(?:text|mbox|mathrm)\{{\s{{0,4}})?(?P<scale>(?ai:{'|'.join(SCALES)}))s?\b"
+_SCALE_WORD = rf"(?ai:(?:{'|'.join(SCALES)})s?)"
+_SCALE = (
+    r"\$?[ \t~-]{0,4}(?:\\(?:text|mbox|mathrm)\{\s{0,4})?"
+    rf"(?P<scale>{_SCALE_WORD}(?:[ \t~-]{{1,4}}{_SCALE_WORD})?)\b"
+)
 
 _NUMBER = re.compile(
     rf"{_SIGN}(?:\\?[$£€]\s*)?(?P<inner>[-+])?(?:(?:(?P<whole>\d+)\s*)?\\[dt]?frac\s*"
@@ -51,9 +61,11 @@ def last_number(text: str) -> Fraction | None:
 
 
 def _plain_text(text: str) -> str:
-    r"""Replace all kinds of minus sign by `-`, and LaTeX's thousands `1{,}000` and `1\,000` by plain ones."""
-    text = text.translate(_MINUS_SIGNS).replace("{,}", ",")
-    return _THIN_SPACE.sub("", text)
+    r"""Replace all kinds of minus sign by `-`, signs such as `½` by fractions, and LaTeX's thousands (`1{,}000`,
+    `1\,000`, `1,\!000`) and those with a space by plain ones.
+    """
+    text = text.translate(_MINUS_SIGNS).translate(_FRACTION_SIGNS).replace("{,}", ",")
+    return _SPACED_THOUSANDS.sub(lambda number: re.sub(r"[\s~]", "", number[0]), _THIN_SPACE.sub("", text))
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
@@ -63,7 +75,9 @@ def _value(match: re.Match[str]) -> Fraction | None:
     if magnitude is None:
         return None
     negative = ((match["sign"] or "").strip() not in {"", "+"}) != (match["inner"] == "-")
-    return (-magnitude if negative else magnitude) * SCALES.get((match["scale"] or "").lower(), 1)
+    for word in re.findall("[a-z]+", (match["scale"] or "").lower()):
+        magnitude *= SCALES[word.removesuffix("s")]
+    return -magnitude if negative else magnitude
 
 
 def _plain(match: re.Match[str]) -> Fraction | None:
@@ -142,3 +156,15 @@ def final_answer(text: str) -> str | None:
         return boxed
     marked = after_hashes(text)
     return marked if marked is not None else answer
+
+
+_PERCENT = re.compile(r"\\?%|\\text\{\s*percent\s*\}|\bpercent\b")
+
+
+def without_percent(text: str, gold: str) -> str:
+    """Return an answer without percent signs if the gold is a number above 1.
+
+    GSM8K asks for a percentage and has it as 50, while math-verify compares 50% as 0.5.
+    """
+    number = first_number(final_answer(gold) or gold)
+    return text if number is None or abs(number) <= 1 else _PERCENT.sub("", text)

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import unicodedata
 from functools import lru_cache
 from typing import Any
 
@@ -23,18 +24,35 @@ RELATIVE_ERROR = 1e-3
 ABOUT = 0.05
 _POWER_OF_TEN = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,4})(?![\w.]*\w)")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALE = rf"(?:{'|'.join(_SCALES)})s?"
+_SCALE_WORDS = rf"{_SCALE}(?:[ \t~-]{{1,4}}{_SCALE})?"
 _SCALED = re.compile(
     r"(?<![\w./^])(?<!\^\{)(\d{1,20}|\d{1,3}(?:,\d{3}){1,9})(?:\.(\d{1,20}))?(\$?)[ \t~-]{0,4}"
-    rf"(?:\\(?:text|mbox|mathrm)\{{\s{{0,4}}({'|'.join(_SCALES)})s?\s{{0,4}}\}}|({'|'.join(_SCALES)})s?\b)",
+    rf"(?:\\(?:text|mbox|mathrm)\{{\s{{0,4}}({_SCALE_WORDS})\s{{0,4}}\}}|({_SCALE_WORDS})\b)",
     re.IGNORECASE | re.ASCII,
 )
 _MINUS = re.compile(
-    r"(^|\bis|[=:,(]|\\text\{)(\s{0,4})(?:(?:minus|negative)\s{1,4}|-(?=\$))(\$?)(?=[\d.\\])", re.IGNORECASE | re.ASCII
+    r"(^|\bis|[=:,(]|\\text\{)(\s{0,4})(?:(?:minus|negative)\s{1,4}|[−–—﹣-]\s{0,4}|-(?=\$))(\$?)(?=[\d.\\])",
+    re.IGNORECASE | re.ASCII,
 )
-"""A minus in words or before a formula, of which math-verify would read only the formula."""
+"""A minus in words, as a dash or before a formula, of which math-verify would read only the formula."""
 _BASE = re.compile(r"(?<=[0-9A-Fa-f])_(?:\{\s*(\d+)\s*\}|(\d+))")
 _ESCAPED_BRACE = re.compile(r"\\[{}]")
-_THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3}(?!\d))")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!;: ]|,\\!\s?|\{,\}|~)(?=\d{3}(?!\d))")
+_SPACED_THOUSANDS = re.compile(r"(?<![\w.,^])\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3}){1,9}(?!\d|\s*/)", re.ASCII)
+_FRACTION_SIGNS = {
+    ord(sign): " " + unicodedata.normalize("NFKC", sign).replace("\u2044", "/") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+}
+_MIXED = re.compile(r"(?<![\w.,/^])(\d{1,20})\s{1,4}(\d{1,20})/(\d{1,20})(?!\w|\.\d)", re.ASCII)
+_REPEATING = re.compile(r"(?<![\w.])(\d{0,20})\.(\d{0,20})\\overline\s?\{(\d{1,20})\}", re.ASCII)
+_BARE_NAME = re.compile(r"(?<![\\a-zA-Z])(?:(?:sin|cos|tan|ln|log|exp)(?=\s{0,4}\()|pi(?![a-zA-Z]))")
+"""A function or π without its backslash, which math-verify would read as a product of variables."""
+_UNIT = re.compile(
+    r"(?<=\d)\s{0,4}(?:(?:mm|cm|dm|km|in|ft|yd|mi)\^(?:[23]|\{[23]\})"
+    r"|(?:km|m|ft|mi)\s?/\s?(?:hr|h|min|sec|s))\.?$"
+)
+"""A unit with a power or a slash at the end; math-verify knows the others."""
+_PERIOD = re.compile(r"(?<=[^.\s])\.$")
 _SPACING = re.compile(r"\\(?:[,;:!]|q?quad\b|displaystyle\b|hspace\*?\{[^{}]*\})|(?<!\\)~")
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]))")
 _TEXT = re.compile(r"\\(?:text(?:bf|rm|it)?|mbox|math(?:rm|bf))\s*\{([^{}\\]*\d[^{}\\]*)\}")
@@ -45,7 +63,7 @@ _INTRODUCED = re.compile(r"^(?:=(?!=)|:(?![:=])|\\approx(?![a-zA-Z])|≈|\\there
 # One number among words; words that negate it or offer an alternative disqualify it.
 _PROSE = re.compile(
     r"(?!.*\b(?:not|or|nor|neither|either|except|than|least|most)\b)(?!.*n't\b)"
-    r"[^\W\d]*(?:[^\W\d_]|[\s.,:;!'\"’()*$€£])*-?\d[\d.,]*(?:[^\W\d_]|[\s.,:;!'\"’()*$€£%])*",
+    r"[^\W\d]*(?:[^\W\d_]|[\s.,:;!'\"’()*$€£])*-?\d[\d.,]*(?:/\d+)?(?:[^\W\d_]|[\s.,:;!'\"’()*$€£%])*",
     re.DOTALL | re.IGNORECASE,
 )
 
@@ -181,23 +199,43 @@ def is_sentence(text: str) -> bool:
 
 def plain(text: str) -> str:
     """Return the text without parts that carry no value: delimiters around it, spacing, a sign that introduces it."""
-    text = _THOUSANDS.sub("", text.strip())
+    text = rewritten_numbers(text.strip())
     text = _MINUS.sub(r"\1\2\3-", _SCALED.sub(_multiplied, text))
     # The notation of scientific references: math-verify would read 4.5e33 as 4.5 times e times 33.
-    text = _POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text).replace("°", "^\\circ ")
-    text = text.replace("\\$", "")
+    text = _POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text).replace("°", "^\\circ ").replace("∞", "\\infty ")
+    text = _BARE_NAME.sub(r"\\\g<0>", _UNIT.sub("", text.replace("\\$", "").replace("\\varnothing", "\\emptyset")))
     text = _SPACING.sub(" ", text).strip()
     text = _ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", text)
     wrapped = _TEXT.fullmatch(text) or _WRAPPED.fullmatch(text)
     if wrapped:
         text = wrapped[wrapped.lastindex or 0].strip()
-    return exact_side(_INTRODUCED.sub("", text))
+    return exact_side(_PERIOD.sub("", _INTRODUCED.sub("", text)))
+
+
+def rewritten_numbers(text: str) -> str:
+    r"""Return the text with numbers in the form that math-verify reads: `10,\!000` as 10000, `3 1/2` and `3½` as 7/2,
+    `0.\overline{3}` as a fraction.
+    """
+    text = _SPACED_THOUSANDS.sub(lambda number: re.sub(r"\s", "", number[0]), _THOUSANDS.sub("", text))
+    return _REPEATING.sub(_repeated, _MIXED.sub(_improper, text.translate(_FRACTION_SIGNS).strip()))
+
+
+def _improper(mixed: re.Match[str]) -> str:
+    whole, top, bottom = map(int, mixed.groups())
+    return f"{whole * bottom + top}/{bottom}"
+
+
+def _repeated(decimal: re.Match[str]) -> str:
+    whole, once, again = decimal.groups()
+    before = int(f"{whole}{once}" or "0")
+    top = int(f"{whole}{once}{again}") - before
+    return f"\\frac{{{top}}}{{{10 ** len(once) * (10 ** len(again) - 1)}}}"
 
 
 def _multiplied(scaled: re.Match[str]) -> str:
     """Return `2.5 million` as 2500000: math-verify would read the word as a product of variables, or leave it out."""
     whole, fraction, dollar, in_text, bare = scaled.groups(default="")
-    zeros = _SCALES[(in_text or bare).lower()]
+    zeros = sum(_SCALES[word.removesuffix("s")] for word in re.findall("[a-z]+", (in_text or bare).lower()))
     digits, rest = whole.replace(",", "") + fraction[:zeros].ljust(zeros, "0"), fraction[zeros:]
     return (digits.lstrip("0") or "0") + (f".{rest}" if rest else "") + dollar
 

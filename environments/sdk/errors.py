@@ -27,6 +27,12 @@ class InferenceUnavailable(EnvironmentsError):
     """The inference server gave no usable answer within the time allowed."""
 
 
+class InferenceAborted(InferenceUnavailable):
+    """The inference server ended an answer that was not complete, as when its weights change; it can be asked again."""
+
+    ends_server = False
+
+
 class InferenceHostUnknown(EnvironmentsError):
     """The host of an inference server cannot be resolved: the name is mistyped, so waiting does not help."""
 

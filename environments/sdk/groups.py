@@ -257,6 +257,7 @@ def to_wire(raw: Mapping[str, Any], sample_log: SampleLog) -> Group:
     _require_aligned(group)
     if None in (group.inference_logprobs, group.policy_versions, group.generation_params, group.sampling_masks):
         _complete(group, sample_log)
+    _mark_sampling(group, sample_log)
     return group
 
 
@@ -328,6 +329,28 @@ def _complete(group: Group, sample_log: SampleLog) -> None:
         group.sampling_masks = _sampling_masks(found)
     if group.generation_params is None:
         group.generation_params = found[0].metadata["generation_params"]
+
+
+def _mark_sampling(group: Group, sample_log: SampleLog) -> None:
+    """Mark the rollouts that were sampled otherwise than the group says: its parameters are those of one of them.
+
+    The trainer reads a temperature per rollout, and truncated sampling per group.
+    """
+    stated = group.generation_params or {}
+    if all(node.metadata["generation_params"] == stated for node in sample_log.nodes):
+        return
+    nodes = [sample_log.find(tokens) for tokens in group.tokens]
+    own = [{} if node is None else node.metadata["generation_params"] for node in nodes]
+    if any(params.get("truncated_sampling") for params in own) and not stated.get("truncated_sampling"):
+        group.generation_params = {**stated, "truncated_sampling": True}
+    shared = stated.get("temperature")
+    differing = [params.get("temperature", shared) != shared for params in own]
+    if any(differing):
+        rows = group.overrides or [None] * len(own)
+        group.overrides = [
+            {"temperature": params["temperature"], **(row or {})} if differs else row
+            for row, params, differs in zip(rows, own, differing, strict=True)
+        ]
 
 
 def as_groups(scored_data: Any) -> list[Mapping[str, Any] | None]:

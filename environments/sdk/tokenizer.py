@@ -58,6 +58,9 @@ class FastTokenizer:
 
         self.name_or_path = str(folder)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        # The file keeps the length of the last batch that transformers cut or padded, and each text would be cut to it.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self._config: dict[str, Any] = _read_json(folder / "tokenizer_config.json")
         self.chat_template = _find_chat_template(folder, self._config)
         self._template: Template | None = None
@@ -206,8 +209,8 @@ def _environment() -> Any:
     def strftime_now(pattern: str) -> str:
         return dt.datetime.now().strftime(pattern)  # noqa: DTZ005 - templates mean the local date
 
-    def tojson(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]

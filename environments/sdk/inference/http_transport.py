@@ -18,7 +18,7 @@ import msgspec
 
 from atropos_api.common.tracing import FIELD, current_span
 from atropos_api.wire.groups import Span
-from environments.sdk.errors import InferenceRefused, InferenceUnavailable
+from environments.sdk.errors import InferenceAborted, InferenceRefused
 from environments.sdk.inference.sampling import OnTokens, Sample
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class SampleEvents:
     def finished(self) -> list[Sample]:
         """Return the samples; raise if one of them is incomplete."""
         if any(not sample.finish_reason for sample in self.samples):
-            raise InferenceUnavailable(f"the answer of {self._url} ended before it was complete")
+            raise InferenceAborted(f"the answer of {self._url} ended before it was complete")
         return self.samples
 
     def events_of(self, data: bytes) -> list[Event]:
@@ -273,7 +273,7 @@ class SampleEvents:
         if event.sampling_masks is not None:
             sample.sampling_masks = (sample.sampling_masks or []) + event.sampling_masks
         if event.finish_reason == "abort":
-            raise InferenceUnavailable(f"{self._url} aborted its answer")
+            raise InferenceAborted(f"{self._url} aborted its answer")
         if event.finish_reason is not None:
             sample.finish_reason = event.finish_reason
             sample.versions = event.policy_versions or []
@@ -282,7 +282,7 @@ class SampleEvents:
 
     def _raise(self, data: bytes) -> NoReturn:
         problem = msgspec.json.decode(data, type=Problem)
-        kind = InferenceUnavailable if problem.status >= 500 else InferenceRefused
+        kind = InferenceAborted if problem.status >= 500 else InferenceRefused
         raise kind(f"{self._url} failed during its answer: {problem.status}: {problem.detail}")
 
 
@@ -292,9 +292,7 @@ class PlainEvents(SampleEvents):
     def events_of(self, data: bytes) -> list[Event]:
         reply = msgspec.json.decode(data, type=PlainReply)
         if reply.error is not None:
-            raise InferenceUnavailable(
-                f"{self._url} failed during its answer: {reply.error.get('message', reply.error)}"
-            )
+            raise InferenceAborted(f"{self._url} failed during its answer: {reply.error.get('message', reply.error)}")
         return [
             Event(
                 choice.index,

@@ -118,15 +118,12 @@ class SglangServer(HttpServer):
         )
 
 
+SGLANG_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+
+
 def _parameters(sampling: Sampling) -> dict[str, Any]:
-    """Return the sampling parameters by SGLang's names."""
-    fields = sampling.payload()
-    limit = fields.pop("max_tokens")
-    if limit is not None:
-        fields["max_new_tokens"] = limit
-    if "seed" in fields:
-        fields["sampling_seed"] = fields.pop("seed")
-    return fields
+    """Return the sampling parameters by SGLang's names; without a limit of tokens null, since it would sample 128."""
+    return {SGLANG_NAMES.get(name, name): value for name, value in sampling.payload().items()}
 
 
 def _spans(version: str | None, count: int) -> list[Span]:

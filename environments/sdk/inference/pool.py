@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from atropos_api.common.concurrency import run_all
 from environments.sdk.config import APIServerConfig
-from environments.sdk.errors import InferenceUnavailable, RequestRefused
+from environments.sdk.errors import InferenceAborted, RequestRefused
 from environments.sdk.inference.registered import RegisteredServers
 from environments.sdk.inference.retries import ServerUnavailable
 from environments.sdk.inference.sampling import Failover, OnTokens, PromptLogprobs, Sample, Sampling, Split, count_of
@@ -21,6 +21,9 @@ from environments.sdk.progress import note_event
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+ABORTED = "abort"
+"""Finish reason of an answer that vLLM or SGLang cut off for a pause: its score would say nothing about the policy."""
+
 MARGIN = 2
 """Requests in flight by which a registered server may exceed the least loaded one before related calls move there."""
 
@@ -107,7 +110,7 @@ class ServerPool:
                     note_event(f"answer of {server.config.root_url}")
                     return server, answer
                 if left.cancelled_caught and not may_repeat():
-                    raise InferenceUnavailable(f"{server.config.root_url} left in the middle of its answer")
+                    raise InferenceAborted(f"{server.config.root_url} left in the middle of its answer")
                 logger.debug("%s left; the request goes to another server", server.config.root_url)
             except ServerUnavailable:
                 logger.debug("%s is unavailable; the request goes to another server", server.config.root_url)
@@ -185,6 +188,8 @@ class StickyServer:
                 ),
                 may_repeat=lambda: not passed_on.any,
             )
+            if any(sample.finish_reason == ABORTED for sample in found):
+                raise InferenceAborted(f"{self._chosen.config.root_url} aborted its answer")
             return found
 
         return await self._pool.split(self.config, sampling.n, ask)

@@ -21,7 +21,13 @@ from atropos_api.common.concurrency import Wait
 from atropos_api.common.identity import find_host_error
 from atropos_api.common.tracing import current_span
 from environments.sdk.config import APIServerConfig
-from environments.sdk.errors import EnvironmentsError, InferenceHostUnknown, InferenceRefused, InferenceUnavailable
+from environments.sdk.errors import (
+    EnvironmentsError,
+    InferenceAborted,
+    InferenceHostUnknown,
+    InferenceRefused,
+    InferenceUnavailable,
+)
 from environments.sdk.inference.http_transport import HttpTransport, Limit, OnPiece, Response, Timings, Transport
 from environments.sdk.inference.sampling import Failover, Split
 
@@ -226,7 +232,7 @@ class ServerChannel:
             outcome = await self._send(call)
         except OSError as error:  # a timeout is an OSError, too
             if call.streamed:
-                raise InferenceUnavailable(f"the answer of {call.url} ended early: {_describe(error)}") from error
+                raise InferenceAborted(f"the answer of {call.url} ended early: {_describe(error)}") from error
             return error
         self.host_is_known = True
         if outcome.status not in RETRIED_STATUSES:

@@ -50,6 +50,8 @@ TRUNCATING: Mapping[str, tuple[Any, ...]] = {
 NARROWING = frozenset({"top_p", "top_k", "min_p", "allowed_token_ids"})
 MASKING = NARROWING | {"min_tokens", "bad_words"}
 
+NO_TURN_BEFORE: Mapping[str, Any] = {}
+
 UNSENT = (None, {"type": "text"})  # the last is the default of `response_format`
 
 
@@ -118,22 +120,36 @@ class Sampling:
         """Return the parameters with sampling masks of at most `limit` tokens, if these make the ratio exact."""
         return replace(self, mask_limit=limit) if masks_suffice(self.truncations()) else self
 
-    def generation_params(self) -> dict[str, Any]:
-        """Return the sampling parameters that a group reports to the trainer."""
-        params: dict[str, Any] = {"temperature": self.temperature}
+    def generation_params(self, before: Mapping[str, Any] = NO_TURN_BEFORE) -> dict[str, Any]:
+        """Return the sampling parameters that a group reports to the trainer; `before` are those of the sequence's
+        earlier turns.
+        """
+        params: dict[str, Any] = {**before, "temperature": self.temperature}
         truncations = self.truncations()
-        if truncations:
-            params |= {name: self.more[name] for name in truncations}
+        params |= {name: self.more[name] for name in truncations}
+        if truncations or self._changes_temperature(before):
             params["truncated_sampling"] = True
         return params
 
-    def require_trainable(self, *, allow_truncated: bool) -> None:
-        """Raise for sampling that the trainer cannot recompute: greedy sampling, and truncated unless it is allowed."""
+    def _changes_temperature(self, before: Mapping[str, Any]) -> bool:
+        return bool(before.get("temperature", self.temperature) != self.temperature)
+
+    def require_trainable(self, *, allow_truncated: bool, before: Mapping[str, Any] = NO_TURN_BEFORE) -> None:
+        """Raise for sampling that the trainer cannot recompute: greedy sampling, and truncated unless it is allowed.
+
+        So is another temperature than that of the sequence's earlier turns (`before`).
+        """
         if self.temperature <= 0:
             raise SamplingNotTrainable(
                 f"temperature {self.temperature:g} has no logprobs to train on; sample with a temperature above 0, "
                 "mark the call split='eval' (over HTTP by the header X-Atropos-Split: eval), or let "
                 "--env.session_temperature 1 replace the agents' temperature"
+            )
+        if self._changes_temperature(before) and not allow_truncated:
+            raise SamplingNotTrainable(
+                f"temperature {self.temperature:g} continues a sequence that was sampled at {before['temperature']:g}, "
+                "and the trainer recomputes each sequence at one temperature; keep it, let --env.session_temperature 1 "
+                "replace those of agents, or set --env.allow_truncated_sampling to train on it with importance weights"
             )
         truncations = self.truncations()
         if truncations and not allow_truncated:

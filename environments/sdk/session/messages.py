@@ -139,6 +139,12 @@ class Conversation:
             return False
         return all(not self.keys[i].isdisjoint(keys[i]) for i in range(count - 1, -1, -1))
 
+    def shared_identities(self, keys: Sequence[Key]) -> int:
+        """Return how many identities the messages share with a chat that continues this one: of several samples with
+        the same tool calls, the one that the chat answers shares most.
+        """
+        return sum(len(own & given) for own, given in zip(self.keys, keys, strict=False))
+
     def has_sampled_after(self, keys: Sequence[Key], index: int) -> bool:
         """Return True if the message at `index` was sampled here, after the messages that these keys begin with."""
         return index in self.sampled_at and all(not self.keys[i].isdisjoint(keys[i]) for i in range(index))
@@ -153,11 +159,17 @@ class Conversation:
 
 
 def key_of(message: Mapping[str, Any]) -> Key:
-    """Return a message's key: role and text; with tool calls their ids, or names and arguments if the ids were lost."""
+    """Return a message's key: role and text; with tool calls their ids, or names and arguments if the ids were lost.
+
+    The calls with the text distinguish two samples with the same calls; clients may leave the text out.
+    """
     role = message.get("role")
     calls = message.get("tool_calls")
     if role == "assistant" and calls:
-        return frozenset({(role, "ids", *map(_call_id, calls)), (role, "calls", *map(_called, calls))})
+        called, text = tuple(map(_called, calls)), text_of(message.get("content"))
+        return frozenset(
+            {(role, "ids", *map(_call_id, calls)), (role, "calls", *called), (role, "calls after", text, *called)}
+        )
     return frozenset({(role, text_of(message.get("content")), message.get("tool_call_id"))})
 
 

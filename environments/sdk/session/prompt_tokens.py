@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from environments.sdk.errors import RequestRefused
 from environments.sdk.session.messages import (
     PREFILL_END,
     Conversation,
@@ -150,9 +151,9 @@ class PromptBuilder:
             for node in known
             if node.conversation is not None and node.conversation.is_continued_by(chat.keys, open_end=chat.open_end)
         ]
-        base = max(candidates, key=_message_count, default=None)
+        base = max(candidates, key=lambda node: _closeness(node, chat), default=None)
         self._record_rewritten_message(chat, known, start=0 if base is None else _message_count(base))
-        continued = self._continue_chat(chat, base) if base is not None else None
+        continued = self._try_to_continue(chat, base) if base is not None else None
         if continued is not None:
             return continued
         text = chat.render(self._codec, chat.messages)
@@ -170,10 +171,20 @@ class PromptBuilder:
         base = max(fitting, key=lambda node: len(node.tokens), default=None)
         return Prompt(list(tokens), self._codec.decode(tokens), base)
 
-    def _continue_chat(self, chat: Chat, base: SequenceNode) -> Prompt | None:
-        """Return the prompt as `base` and what the template adds; None if the template changes the history."""
+    def _try_to_continue(self, chat: Chat, base: SequenceNode) -> Prompt | None:
+        """Return the prompt as `base` and what the template adds; None if the template changes or refuses that.
+
+        A placeholder calls no tool, and some templates (Mistral's, gpt-oss's) refuse a tool's result without a call.
+        """
         conversation = base.conversation
         assert conversation is not None
+        try:
+            return self._continue_chat(chat, base, conversation)
+        except RequestRefused as error:
+            self._drift.record(conversation.prompt_text, str(error), "the chat as its template renders it")
+            return None
+
+    def _continue_chat(self, chat: Chat, base: SequenceNode, conversation: Conversation) -> Prompt | None:
         if not self._preserve and self._has_thoughts(conversation):
             return self._continue_as_rendered(chat, base, conversation)
         text = chat.render(self._codec, conversation.with_placeholders(chat.messages))
@@ -251,6 +262,12 @@ class PromptBuilder:
                 sampled = text_of(earlier[-1].messages[index].get("content"))
                 self._drift.record(sampled, text_of(message.get("content")), "the assistant's message")
                 return
+
+
+def _closeness(node: SequenceNode, chat: Chat) -> tuple[int, int]:
+    """Return how much of a chat a sequence holds: its messages, then the identities that they share."""
+    conversation = node.conversation
+    return (0, 0) if conversation is None else (len(conversation.keys), conversation.shared_identities(chat.keys))
 
 
 def _message_count(node: SequenceNode) -> int:

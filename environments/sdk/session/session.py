@@ -227,11 +227,13 @@ class ManagedSession:
         split: Split = kwargs.pop("split", None) or current_split()
         keep, labels = kwargs.pop("keep", True), kwargs.pop("labels", None) or {}
         sampling = Sampling.from_kwargs(kwargs)
+        before = prompt.base.metadata["generation_params"] if prompt.base is not None else {}
         if split == "train" and self._trainable:
-            sampling.require_trainable(allow_truncated=self._allow_truncated)
+            sampling.require_trainable(allow_truncated=self._allow_truncated, before=before)
             sampling = sampling.with_masks(self._mask_limit)
         slot, replaces = self._slot_of(prompt.base) if keep else ([], False)
-        turn = Turn(prompt, slot, replaces, sampling, split, sampling.generation_params(), keep=keep, labels=labels)
+        params = sampling.generation_params(before)
+        turn = Turn(prompt, slot, replaces, sampling, split, params, keep=keep, labels=labels)
         logprobs = kwargs.get("logprobs")
         turn.logprobs = logprobs is not None and logprobs is not False  # 0 asks for the logprobs of the sampled tokens
         turn.deltas = DeltaWriter(self._codec, self._reader, on_delta) if on_delta is not None else None

@@ -85,6 +85,16 @@ async def test_a_right_boxed_number_earns_one_and_all_else_minus_one(make):
     assert fake.requests[0]["max_tokens"] == 3000
 
 
+@pytest.mark.parametrize("template", [None, "r1_zero"])
+async def test_a_percentage_is_the_number_that_gsm8k_has_for_it(make, template):
+    env, _ = await make(GSM8kEnv, [RIGHT], prompt_template=template)
+    written = [r"50\%", "50%", "50 percent", r"50\text{ percent}", r"500\%", r"5000\%"]
+    graded = await env.grade([env.write_answer(answer) for answer in written], "#### 50")
+    assert [one.correct for one in graded] == [True] * 4 + [False] * 2
+    (of_a_share,) = await env.grade([env.write_answer(r"50\%")], "#### 0.5")
+    assert of_a_share.correct
+
+
 async def test_where_all_are_right_the_longer_answers_earn_less(make):
     """The reward is 1 up to half of the longest sequence, and falls linearly to 0 at its full length."""
     env, _ = await make(GSM8kEnv, [RIGHT, "x" * 60 + RIGHT], max_token_length=2000)
@@ -138,6 +148,14 @@ async def test_a_stop_string_that_the_server_cut_off_is_put_back(make):
     env, fake = await make(GSM8kEnv, [cut], unended=[cut], prompt_template="r1_zero")
     fake.end = env.tokenizer.encode(cut)[-1]  # it ends with the reason "stop", as with a stop string
     assert (await collect(env))["scores"] == [1.0]
+
+
+@pytest.mark.parametrize(("ending", "score"), [("", 1.0), ("</answer>", 1.0), (" User:", -1.0)])
+async def test_an_answer_that_another_stop_string_ended_is_not_closed_for_the_model(make, ending, score):
+    cut = ZERO_RIGHT.removesuffix("</answer>") + ending
+    env, fake = await make(MathZeroEnv, [cut], unended=[cut])
+    fake.end = env.tokenizer.encode(cut)[-1]  # it ends with the reason "stop", as with a stop string
+    assert (await collect(env))["scores"] == [score]
 
 
 @pytest.mark.parametrize(("name", "words"), [("missing.prompt", "math_zero, r1_zero"), ("no place", "no {question}")])

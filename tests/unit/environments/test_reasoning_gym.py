@@ -1,4 +1,4 @@
-"""reasoning-gym's tasks as an environment. The package is an extra: without it only its absence is tested."""
+"""reasoning-gym as an environment. The package is an extra: without it, its absence and a stand-in are tested."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from environments import reasoning_gym_server
 from environments.reasoning_gym_server import ReasoningGymEnv, ReasoningGymEnvConfig, ReasoningGymMissing
 from environments.sdk.config import APIServerConfig
 from environments.sdk.runtime.commands import validate
@@ -34,6 +35,21 @@ async def make(tokenizer_folder, respond, **settings):
 def solve(prompt, index):
     terms = re.search(r"problem: (.*) =", prompt)[1]
     return f"<think>so</think><answer>{eval(terms) + index}</answer>"
+
+
+class Sums:
+    """A data set of reasoning-gym's form, without the package."""
+
+    def __getitem__(self, number):
+        return {"question": f"problem: {number} + 1 =", "answer": str(number + 1)}
+
+
+async def test_the_broker_can_lease_the_problems_by_number(tokenizer_folder, monkeypatch):
+    monkeypatch.setattr(reasoning_gym_server, "create_dataset", lambda *_, **__: Sums())
+    env = await make(tokenizer_folder, solve)
+    assert env.numbers_items
+    assert (await env.item_at(7)).answer == "8"
+    assert [await env.get_next_item() for _ in range(3)] == [await env.item_at(number) for number in range(3)]
 
 
 @pytest.mark.skipif(installed, reason="reasoning-gym is installed")

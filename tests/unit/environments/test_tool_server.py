@@ -87,11 +87,12 @@ async def test_a_template_without_tools_is_helped_by_the_system_prompt(make):
     ("turns", "score", "requests"),
     [
         (["\\boxed{41}"], -1.0, 1),
+        (["\\boxed{42\\%}"], 1.0, 1),
         ([f"\\boxed{{42}} {call('1')}"] * 5, 1.0, 2),
         ([call("1")] * 5, -1.0, 2),
         (['<tool_call>{"name": "shell", "arguments": {"code": 1}}</tool_call>', "\\boxed{42}"], 1.0, 2),
     ],
-    ids=["wrong", "answered beside a call", "never answered", "no such tool"],
+    ids=["wrong", "in percent", "answered beside a call", "never answered", "no such tool"],
 )
 async def test_only_the_last_word_counts(make, turns, score, requests):
     env, fake = await make(turns, max_turns=2)

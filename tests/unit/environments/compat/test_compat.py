@@ -11,6 +11,7 @@ from environments.compat.envs import BaseEnv
 from environments.compat.runner import ALIASES, AliasFinder, give_lists, install
 from environments.compat.servers import BaseEnvConfig
 from environments.compat.utils import generate_html
+from environments.rewards import math as math_rewards
 from environments.sdk.testing import FakeInference, InProcess
 from environments.sdk.testing_servers import make_chat_tokenizer
 
@@ -159,6 +160,29 @@ async def _in_a_loop():
 async def test_rewards_of_this_package_answer_to_atropos_names():
     good, bad = await _in_a_loop()
     assert good > bad
+
+
+def test_a_reward_by_atropos_name_starts_one_process_for_all_its_calls(monkeypatch):
+    started = []
+    accuracy = math_rewards.MathVerifier
+    monkeypatch.setattr(math_rewards, "MathVerifier", lambda: started.append(1) or accuracy(workers=1))
+    score = rewards.registry.create("accuracy")
+    for _ in range(2):
+        assert score(["\\boxed{4}"], solution=["4"]) == [1.0]
+    assert started == [1]
+
+
+def test_settings_that_a_reward_of_this_package_does_not_take_are_said_to_be_ignored(caplog):
+    config = {"type": "repetition_penalty", "weight": 2.0, "params": {"threshold": 0.1}}
+    assert rewards.registry.create(config)(["a a a a a a"]) == [-1.5]
+    assert "repetition_penalty" in caplog.text
+    assert "threshold" in caplog.text
+
+
+def test_a_reward_that_only_shares_the_name_of_atropos_is_not_taken_for_it():
+    """Atropos' `cosine_scaled` compares embeddings of texts; ours scales by length."""
+    with pytest.raises(KeyError, match="no reward 'cosine_scaled'"):
+        rewards.registry.create("cosine_scaled")
 
 
 def test_pass_at_k():

@@ -7,6 +7,7 @@ import pytest
 from environments.sdk.config import APIServerConfig, BaseEnvConfig
 from environments.sdk.errors import InferenceRefused, InferenceUnavailable, TokensUnavailable
 from environments.sdk.inference.http_transport import Response
+from environments.sdk.inference.other_servers import _parameters
 from environments.sdk.inference.sampling import Reasoning, Sampling
 from environments.sdk.server_manager import ServerManager
 from environments.sdk.session.tokens_and_masks import record_samples
@@ -53,6 +54,11 @@ async def test_sglang_is_asked_and_read_in_its_own_words(tokenizer):
         assert node.logprobs[len(prompt) :] == [logprob_of(token, i) for i, token in enumerate(sampled)]
         assert node.policy_versions == [(len(prompt), len(node.tokens), 4)]
         assert node.finish_reason == "stop"
+
+
+def test_sglang_samples_to_the_end_of_its_context_where_no_limit_is_given():
+    asked = _parameters(Sampling(more={"min_tokens": 3}))
+    assert (asked["max_new_tokens"], asked["min_new_tokens"]) == (None, 3)
 
 
 async def test_a_foreign_server_that_tells_no_version_leaves_it_unknown(tokenizer):
@@ -440,6 +446,4 @@ async def test_text_completions_of_a_provider_keep_extra_fields_and_drop_the_lib
     servers = manager(tokenizer, config("openai", model_name="m"), transport=InProcess(fake))
     answer = await servers.completion(prompt="2+2=", timeout=3, extra_body={"provider": "x"}, model="other")
     assert answer.choices[0].text == "four"
-    path, request = fake.requests[0]
-    assert path == "/v1/completions"
-    assert request == {"prompt": "2+2=", "provider": "x", "model": "m"}
+    assert fake.requests[0] == ("/v1/completions", {"prompt": "2+2=", "provider": "x", "model": "m"})

@@ -7,13 +7,15 @@ import anyio
 import pytest
 
 from environments.sdk.config import APIServerConfig
-from environments.sdk.errors import SamplingNotTrainable, TokensUnavailable
+from environments.sdk.errors import InferenceAborted, SamplingNotTrainable, TokensUnavailable
 from environments.sdk.groups import group_items, scored_group, scored_item, to_wire
 from environments.sdk.inference.server import OpenAIServer
 from environments.sdk.inference.vllm import VllmServer
+from environments.sdk.server_manager import ServerManager
 from environments.sdk.session.session import ManagedSession
-from environments.sdk.session.tokens_and_masks import NO_LOGPROB, NOT_TRAINED, SampleLog
+from environments.sdk.session.tokens_and_masks import NO_LOGPROB, NOT_TRAINED, SampleLog, record_samples
 from environments.sdk.testing import FakeInference, InProcess, logprob_of, mask_of
+from example_trainer.group_sequences import find_temperature
 
 pytestmark = pytest.mark.anyio
 
@@ -194,6 +196,67 @@ async def test_truncated_sampling_is_refused_unless_allowed_and_then_marked(toke
     params = allowing.nodes[0].metadata["generation_params"]
     assert params["truncated_sampling"] is True
     assert params.items() >= field.items()
+
+
+async def test_a_turn_at_another_temperature_is_refused_unless_allowed_and_then_marked(tokenizer):
+    """The trainer recomputes all turns of a sequence at one temperature."""
+
+    async def talk(session):
+        first = await session.chat_completion(messages=[QUESTION], temperature=0.7)
+        chat = [QUESTION, first.choices[0].message.model_dump(), QUESTION]
+        await session.chat_completion(messages=chat, temperature=1.0)
+
+    with pytest.raises(SamplingNotTrainable, match=r"temperature 1 continues .* at 0\.7"):
+        await talk(make_session(scripted(tokenizer, "35", "7"), tokenizer))
+    allowing = make_session(scripted(tokenizer, "35", "7"), tokenizer, allow_truncated_sampling=True)
+    await talk(allowing)
+    (node,) = allowing.nodes
+    assert node.metadata["generation_params"] == {"temperature": 1.0, "truncated_sampling": True}
+
+
+async def test_truncated_sampling_of_an_earlier_turn_marks_the_whole_sequence(tokenizer):
+    session = make_session(scripted(tokenizer, "35", "7"), tokenizer, allow_truncated_sampling=True)
+    first = await session.chat_completion(messages=[QUESTION], top_p=0.9)
+    await session.chat_completion(messages=[QUESTION, first.choices[0].message.model_dump(), QUESTION])
+    (node,) = session.nodes
+    assert node.metadata["generation_params"]["truncated_sampling"] is True
+
+
+@pytest.mark.parametrize("build", ["scored_group", "group_items", "by hand"])
+async def test_rollouts_that_were_sampled_differently_say_so_in_their_group(tokenizer, build):
+    """A group has the parameters of one rollout; the trainer reads a temperature per rollout."""
+    session = make_session(scripted(tokenizer, "35", "7", "8"), tokenizer, allow_truncated_sampling=True)
+    with record_samples("train") as sample_log:
+        for number, sampling in enumerate([{"temperature": 0.7}, {"temperature": 1.2, "top_p": 0.9}, {}]):
+            await session.chat_completion(messages=[{**QUESTION, "content": str(number)}], **sampling)
+    nodes = session.nodes
+    if build == "scored_group":
+        raw = scored_group(nodes, [0, 1, 2])
+    elif build == "group_items":
+        raw = group_items([scored_item(node, number) for number, node in enumerate(nodes)])
+    else:
+        raw = {"tokens": [n.tokens for n in nodes], "masks": [n.masked_tokens for n in nodes], "scores": [0, 1, 2]}
+    group = to_wire({**raw, "overrides": [None, {"weight": 2}, None]}, sample_log)
+    assert [find_temperature(group, index) for index in range(3)] == [0.7, 1.2, 1.0]
+    assert group.overrides[1]["weight"] == 2
+    assert group.generation_params["truncated_sampling"] is True
+
+
+class Aborting(FakeInference):
+    def _reply(self, request):
+        return {**FakeInference._reply(self, request), "finish_reasons": ["abort"]}
+
+
+@pytest.mark.parametrize("ours", [True, False])
+async def test_an_answer_that_its_server_cut_off_for_a_pause_is_asked_for_again_and_not_scored(tokenizer, ours):
+    config = APIServerConfig(server_type="vllm", base_url="http://fake/v1")
+    fake = Aborting(lambda *_: [7, 8], end=tokenizer.eos_token_id, ours=ours)
+    servers = ServerManager([config], load_tokenizer=lambda: tokenizer, transport=InProcess(fake))
+    async with servers.managed_server() as session:
+        with pytest.raises(InferenceAborted, match="aborted"):
+            await session.chat_completion(messages=[QUESTION])
+    assert session.nodes == []
+    assert not InferenceAborted.ends_server
 
 
 MASKED = {"allow_truncated_sampling": True, "sampling_mask_limit": 8}

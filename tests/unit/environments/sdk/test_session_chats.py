@@ -10,7 +10,7 @@ import pytest
 from environments.compat import utils
 from environments.math_server_zero import boxed_answer
 from environments.sdk.config import APIServerConfig
-from environments.sdk.errors import ToolParserUnknown
+from environments.sdk.errors import RequestRefused, ToolParserUnknown
 from environments.sdk.inference.vllm import VllmServer
 from environments.sdk.session.openai_client import ManagedServerAdapter
 from environments.sdk.session.prompt_tokens import DriftLog
@@ -204,6 +204,43 @@ async def test_tool_calls_come_back_as_the_tokens_they_were_sampled_as(tokenizer
     end = [tokenizer.eos_token_id]
     assert trained(node) == tokenizer.encode("<think>\nab\n</think>\n" + CALL) + end + tokenizer.encode("12") + end
     assert "<tool_response>\n2" in node.full_text
+
+
+@pytest.mark.parametrize("keeps", ["ids", "text"])
+async def test_of_samples_with_the_same_call_the_one_that_was_answered_is_continued(tokenizers, keeps):
+    tokenizer = tokenizers["qwen"]
+    session = session_of(scripted(tokenizer, "1" + CALL, "2" + CALL, "done"), tokenizer)
+    asked = await session.chat_completion(messages=[QUESTION], tools=TOOLS, n=2)
+    message = asked.choices[1].message.model_dump()
+    if keeps == "ids":
+        del message["content"]
+    else:
+        message["tool_calls"][0]["id"] = "other"
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}
+    await session.chat_completion(messages=[QUESTION, message, result], tools=TOOLS)
+    first, second = session.nodes
+    end = [tokenizer.eos_token_id]
+    assert trained(first) == tokenizer.encode("1" + CALL) + end
+    assert trained(second) == tokenizer.encode("2" + CALL) + end + tokenizer.encode("done") + end
+
+
+async def test_a_template_that_refuses_a_result_without_its_call_gets_the_chat_as_it_is(tokenizers, monkeypatch):
+    """Sampled messages are rendered as placeholders, which call no tool."""
+    tokenizer = tokenizers["qwen"]
+    strict = (
+        "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('no call before this result') }}{% endif %}{% endfor %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", strict + TEMPLATES["qwen"])
+    monkeypatch.setattr(tokenizer, "_template", None)
+    session = session_of(scripted(tokenizer, CALL, "done"), tokenizer)
+    message = (await session.chat_completion(messages=[QUESTION], tools=TOOLS)).choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
+    answer = await session.chat_completion(messages=[QUESTION, message.model_dump(), result], tools=TOOLS)
+    assert answer.choices[0].message.content == "done"
+    assert [trained(node)[-1:] for node in session.nodes] == [[tokenizer.eos_token_id]] * len(session.nodes)
+    with pytest.raises(RequestRefused, match=r"messages\[1\] \(tool\)"):
+        await session.chat_completion(messages=[QUESTION, result], tools=TOOLS)
 
 
 async def test_tool_choice_none_leaves_the_text_and_required_reads_bare_json(tokenizers):

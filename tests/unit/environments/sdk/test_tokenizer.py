@@ -71,6 +71,35 @@ def test_templates_may_use_what_transformers_offers_them(tokenizer_folder, tmp_p
     assert text == json.dumps({"role": "user", "content": "é"}, ensure_ascii=False) + "<|end|>"
 
 
+def test_templates_may_give_json_the_options_that_transformers_gives_it(tokenizer_folder, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((tokenizer_folder / name).read_text())
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m | tojson(ensure_ascii=False) }}{{ m | tojson(True, 1) }}"
+        "{{ m | tojson(separators=(',', ':'), sort_keys=True) }}{% endfor %}"
+    )
+    chat = [{"role": "user", "content": "é"}]
+    full = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert FastTokenizer(tmp_path).apply_chat_template(chat, tokenize=False) == full.apply_chat_template(
+        chat, tokenize=False
+    )
+
+
+def test_a_text_is_neither_cut_nor_padded_though_the_file_keeps_a_length(tokenizer_folder, tmp_path):
+    """transformers writes the length of its last batch into the file, as after fine-tuning."""
+    from tokenizers import Tokenizer
+
+    kept = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    kept.enable_truncation(max_length=4)
+    kept.enable_padding(length=16)
+    kept.save(str(tmp_path / "tokenizer.json"))
+    text = TEXTS[0]
+    assert FastTokenizer(tmp_path).encode(text) == FastTokenizer(tokenizer_folder).encode(text)
+    assert FastTokenizer(tmp_path).encode("a") == FastTokenizer(tokenizer_folder).encode("a")
+
+
 def test_an_unknown_tokenizer_says_what_to_set(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(TokenizerUnavailable, match=r"--env\.tokenizer_name"):
