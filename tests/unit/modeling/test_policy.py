@@ -169,6 +169,12 @@ def test_dropout_is_off_whatever_a_configuration_calls_it(kind):
     assert not any(getattr(loaded, name) for name in rates)
 
 
+def test_the_jitter_of_a_mixture_s_routers_is_off_in_training():
+    stored = AutoConfig.for_model("mixtral", router_jitter_noise=0.1)
+    assert _for_training(stored).router_jitter_noise == 0.0
+    assert stored.router_jitter_noise == 0.1, "written checkpoints keep it"
+
+
 def test_gradient_checkpointing_gives_the_same_gradients(tiny_family):
     plain, checkpointed = (
         load_policy(options_for(tiny_family("llama"), gradient_checkpointing=switch)) for switch in (False, True)
