@@ -83,6 +83,9 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "tekken.json",
+    "vocab.txt",
+    "spiece.model",
     CHAT_TEMPLATE_FILE,
 )
 

@@ -26,6 +26,7 @@ from example_trainer.checkpointing import (
     restore,
     save_checkpoint,
 )
+from example_trainer.commands.doctor.model_files import OTHER_TOKENIZERS
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import CheckpointError, NonfiniteWeights, PublishFailed
 from example_trainer.model import load_policy
@@ -208,15 +209,17 @@ def test_experts_that_a_checkpoint_stores_one_by_one_come_back(
         policy.load_masters(policy.by_own_names({key: lost[key] for key in lost if key != name}))
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", *OTHER_TOKENIZERS])
 def test_a_tokenizer_beside_the_model_is_kept_beside_the_checkpoint(
-    policy: Policy, tiny_model: Path, tmp_path: Path
+    policy: Policy, tiny_model: Path, tmp_path: Path, name: str
 ) -> None:
-    (tiny_model / "tokenizer_config.json").write_text("{}")
+    """Also one of the forms without a tokenizer.json, with which the doctor is content."""
+    (tiny_model / name).write_text("{}")
     try:
         path = save(tmp_path, policy, 1)
     finally:
-        (tiny_model / "tokenizer_config.json").unlink()
-    assert (path / "tokenizer_config.json").read_text() == "{}"
+        (tiny_model / name).unlink()
+    assert (path / name).read_text() == "{}"
     assert json.loads((path / "config.json").read_text())["dtype"] == "float32"
 
 
