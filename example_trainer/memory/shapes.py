@@ -12,6 +12,9 @@ from atropos_api.common.files import expand_home
 
 CONFIG_FILE = "config.json"
 
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in config.json: those of Mixtral, of Qwen, of DeepSeek and GLM, and of Ernie."""
+
 TIED_BY_DEFAULT = ("cohere", "ernie4_5", "gemma", "lfm2", "smollm3", "starcoder2")
 """First parts of the types of models whose output head is the embedding unless config.json says otherwise."""
 
@@ -121,7 +124,7 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
     """Return the shape that a Hugging Face `config.json` describes; `KeyError` names a field it lacks."""
     text = config.get("text_config", config)
     heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
-    experts = int(text.get("num_local_experts") or text.get("num_experts") or 1)
+    experts = int(next((count for name in EXPERTS if (count := text.get(name))), 1))
     usually_tied = str(text.get("model_type")).startswith(TIED_BY_DEFAULT)
     dtype = str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "float32")
     return ModelShape(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from example_trainer.config import TrainingConfig
 from example_trainer.memory.budget import budget
@@ -80,3 +80,19 @@ def test_a_head_that_config_json_does_not_speak_of_is_tied_where_transformers_ti
     config = AutoConfig.for_model(model_type, **sizes)
     written = {name: value for name, value in config.to_dict().items() if name != "tie_word_embeddings"}
     assert shape_of("m", written).tied == config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("model_type", "experts"),
+    [("qwen3_moe", {"num_experts": 32}), ("glm4_moe", {"n_routed_experts": 32, "n_shared_experts": 1})],
+)
+def test_the_experts_of_a_mixture_are_counted_whatever_its_family_calls_them(
+    model_type: str, experts: dict[str, int]
+) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes |= {"num_hidden_layers": 16, "intermediate_size": 128, "moe_intermediate_size": 32, "vocab_size": 300}
+    config = AutoConfig.for_model(model_type, **sizes, **experts)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    counted = sum(parameter.numel() for parameter in module.parameters())
+    assert shape_of("m", config.to_dict()).parameters == pytest.approx(counted, rel=0.03)
