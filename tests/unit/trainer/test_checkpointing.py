@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from example_trainer import checkpointing
-from example_trainer.checkpoint_model_files import StoredTensors
+from example_trainer.checkpoint_model_files import StoredTensors, read_tensors
 from example_trainer.checkpointing import (
     begun_version,
     find_checkpoint,
@@ -207,6 +208,19 @@ def test_experts_that_a_checkpoint_stores_one_by_one_come_back(
     name = next(name for name in lost if ".experts.3." in name)
     with pytest.raises(CheckpointError, match="lacks 1 trained tensors"):
         policy.load_masters(policy.by_own_names({key: lost[key] for key in lost if key != name}))
+
+
+@pytest.mark.parametrize(("dtype", "master_weights"), [("float32", "fp32"), ("bfloat16", "fp32"), ("bfloat16", "none")])
+def test_a_server_gets_the_experts_of_a_mixture_one_by_one(
+    tiny_family: Callable[[str], Path], tmp_path: Path, dtype: Any, master_weights: Any
+) -> None:
+    """They are parts of one tensor of the trainer, whose memory they share if they need no cast."""
+    model = tiny_family("mixtral")
+    options = PolicyOptions(model_name=str(model), dtype=dtype, device="cpu", master_weights=master_weights)
+    served = read_tensors(write_served_checkpoint(load_policy(options), tmp_path / "served"))
+    stored = read_tensors(model)
+    assert served.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name].to(getattr(torch, dtype))) for name, tensor in served.items())
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", *OTHER_TOKENIZERS])
