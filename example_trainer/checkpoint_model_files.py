@@ -83,6 +83,9 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "tekken.json",
+    "vocab.txt",
+    "spiece.model",
     CHAT_TEMPLATE_FILE,
 )
 
@@ -225,14 +228,14 @@ def _loading_lines(base_model: str, *, adapter: bool) -> list[str]:
 
 def _write_weights(directory: Path, policy: Policy, dtype: torch.dtype | None = None) -> None:
     tensors = policy.checkpoint_tensors(dtype)
-    _write_tensors(directory, tensors)
+    write_tensors(directory, tensors)
     config = policy.hf_config.to_dict()
     trained = next(iter(policy.masters))
     config["dtype"] = str(tensors.get(trained, next(iter(tensors.values()))).dtype).removeprefix("torch.")
     _write_json(directory / "config.json", config)
 
 
-def _write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write one safetensors file, or several with an index if the model is large."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file

@@ -55,6 +55,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PUBLISH, _BATCH, _STOP = "publish", "batch", "stop"
+"""The tasks that rank 0 gives the others while a batch is awaited: publish with it, take a share, or stop."""
+
 
 class Trainer:
     """The training loop of one run: it trains from the first to the last batch; see the module's docstring."""
@@ -240,19 +243,20 @@ class Trainer:
     def _take(self, step: int, feed: BatchFeed[PreparedBatch]) -> PreparedBatch | None:
         """Return batch `step` once rank 0 has its share; until then the other ranks join rank 0 in publishes.
 
-        Such a publish is needed when a server restarts while a batch is awaited.
+        Such a publish is needed when a server restarts while a batch is awaited. If rank 0 is to stop, the others do
+        not wait for a batch that may never be filled.
         """
         if self._ranks.is_main:
             prepared = feed.take(step)
-            self._ranks.on_main(lambda: False)
+            self._ranks.on_main(lambda: _STOP if prepared is None else _BATCH)
             return prepared
-        while self._ranks.on_main(lambda: True):
+        while (task := self._ranks.on_main(lambda: _PUBLISH)) == _PUBLISH:
             self._post_step.publish()
-        return feed.take(step)
+        return feed.take(step) if task == _BATCH else None
 
     def _while_waiting(self) -> None:
         if self._ranks.is_main and self._post_step.needs_publish():
-            self._ranks.on_main(lambda: True)
+            self._ranks.on_main(lambda: _PUBLISH)
             self._post_step.publish()
 
     def _all_should_stop(self) -> bool:

@@ -19,7 +19,10 @@ Values = dict[str, list[tuple[int, float]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOutScore:
-    """A metric of the first and of the last evaluation, as means over the environments."""
+    """A metric of the first and of the last evaluation, as means over the same environments.
+
+    They are those that were evaluated twice, or all if none was.
+    """
 
     metric: str
     first: float
@@ -46,9 +49,10 @@ def read_held_out(evals: Path) -> HeldOutScore | None:
     others = [metric for one in evaluations for metric in _metrics_in(one.content)]
     for metric in (names.EVAL_ACCURACY, names.EVAL_REWARD, *others):
         if values := list(_values_of(metric, evaluations).values()):
-            repeated = [each[-1][1] for each in values if len(each) > 1]
-            first = fmean(each[0][1] for each in values)
-            return HeldOutScore(metric=metric, first=first, last=fmean(repeated) if repeated else None)
+            repeated = [each for each in values if len(each) > 1]
+            first = fmean(each[0][1] for each in repeated or values)
+            last = fmean(each[-1][1] for each in repeated) if repeated else None
+            return HeldOutScore(metric=metric, first=first, last=last)
     return None
 
 

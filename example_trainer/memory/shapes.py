@@ -12,6 +12,12 @@ from atropos_api.common.files import expand_home
 
 CONFIG_FILE = "config.json"
 
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in config.json: those of Mixtral, of Qwen, of DeepSeek and GLM, and of Ernie."""
+
+TIED_BY_DEFAULT = ("cohere", "ernie4_5", "gemma", "lfm2", "smollm3", "starcoder2")
+"""First parts of the types of models whose output head is the embedding unless config.json says otherwise."""
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 ADAPTED_BY_DEFAULT = ("q_proj", "v_proj")
@@ -118,7 +124,8 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
     """Return the shape that a Hugging Face `config.json` describes; `KeyError` names a field it lacks."""
     text = config.get("text_config", config)
     heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
-    experts = int(text.get("num_local_experts") or text.get("num_experts") or 1)
+    experts = int(next((count for name in EXPERTS if (count := text.get(name))), 1))
+    usually_tied = str(text.get("model_type")).startswith(TIED_BY_DEFAULT)
     dtype = str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "float32")
     return ModelShape(
         name=name,
@@ -129,7 +136,7 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
         head_dim=int(text.get("head_dim") or hidden // heads),
         intermediate=int((experts > 1 and text.get("moe_intermediate_size")) or text["intermediate_size"]),
         vocabulary=int(text["vocab_size"]),
-        tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+        tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", usually_tied))),
         experts=experts,
         active_experts=int(text.get("num_experts_per_tok") or 1),
         stored_dtype=dtype.removeprefix("torch."),

@@ -1,9 +1,9 @@
 """Loading of a Hugging Face model for training: device, dtype, quantisation, tensor places and checkpoint names.
 
-The model is loaded without dropout and without a cache. For QLoRA the frozen base has four bits (nf4, bitsandbytes): a
-quantised weight is a packed uint8 tensor with separate scales. The forward dequantises it into the served dtype;
-`dequantised` returns exactly the matrix that the forward multiplies with, so a server that loads those values computes
-the same as the trainer.
+The model is loaded without dropout, without jitter of its routers and without a cache. For QLoRA the frozen base has
+four bits (nf4, bitsandbytes): a quantised weight is a packed uint8 tensor with separate scales. The forward dequantises
+it into the served dtype; `dequantised` returns exactly the matrix that the forward multiplies with, so a server that
+loads those values computes the same as the trainer.
 
 The server's manifest, safetensors files and the masters use the tensor names of the checkpoint on disk. Transformers
 renames some tensors while loading (Mixtral's `block_sparse_moe` is `mlp` in the module) and merges others (per-expert
@@ -133,22 +133,22 @@ def load_module(options: PolicyOptions, stored: Any, dtype: torch.dtype, device:
 
 
 def _for_training(stored: Any) -> Any:
-    """Return the checkpoint's configuration without cache and dropout; written checkpoints keep the original."""
+    """Return the checkpoint's configuration without cache and noise; written checkpoints keep the original."""
     config = deepcopy(stored)
     config.use_cache = False
-    _turn_dropout_off(config)
+    _turn_noise_off(config)
     return config
 
 
-def _turn_dropout_off(config: PreTrainedConfig) -> None:
-    """Set each dropout of a configuration and of those within it to 0.
+def _turn_noise_off(config: PreTrainedConfig) -> None:
+    """Set each dropout and each jitter of a router, of a configuration and of those within it, to 0.
 
-    The server samples without dropout; with dropout here, ratios to the sampled logprobs would be meaningless.
+    The server samples without them; with them here, ratios to the sampled logprobs would be meaningless.
     """
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            _turn_dropout_off(value)
-        elif "drop" in name and isinstance(value, float):
+            _turn_noise_off(value)
+        elif ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
 
 

@@ -376,10 +376,9 @@ class Policy:
         return self._as_checkpoint(values, dtype)
 
     def _as_checkpoint(self, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-        tensors.update(persistent_buffers(self.module))
-        stored = to_checkpoint_layout(self.module, {name: tensor.detach() for name, tensor in tensors.items()})
-        cast = {name: cast_floating(tensor, dtype) for name, tensor in stored.items()}
-        return {name: tensor.contiguous() for name, tensor in cast.items()}
+        cast = {name: cast_floating(tensor.detach(), dtype) for name, tensor in tensors.items()}
+        cast |= persistent_buffers(self.module)  # forwards compute with them as they are, such as a router's bias
+        return {name: tensor.contiguous() for name, tensor in to_checkpoint_layout(self.module, cast).items()}
 
     def _stored(self, parameter_name: str, name: str) -> torch.Tensor:
         if (master := self.masters.get(name)) is not None:

@@ -14,9 +14,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from atropos_api.common import metric_names as names
 from atropos_api.common import trackio_run, wandb_run
@@ -24,6 +25,9 @@ from atropos_api.common.errors import AtroposError
 from atropos_api.common.files import write_whole
 from example_trainer.errors import NotWritten, TrainerError
 from example_trainer.monitoring.health import HealthEvent
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +161,10 @@ class TrackioTracker:
 
 
 class TensorBoardTracker:
-    """Writes event files for TensorBoard into `directory` (`--tensorboard`)."""
+    """Writes event files for TensorBoard into `directory` (`--tensorboard`).
+
+    The first step that is logged hides this and later steps of the processes before, which a resume trains again.
+    """
 
     def __init__(self, directory: Path) -> None:
         try:
@@ -166,19 +173,27 @@ class TensorBoardTracker:
             raise TrainerError(
                 "--tensorboard needs the tensorboard package: pip install tensorboard, or leave the flag out"
             ) from error
-        self._writer = SummaryWriter(str(directory))
+        self._make = partial(SummaryWriter, str(directory))
+        self._writer: SummaryWriter | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        writer = self._writer_from(step)
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
     def event(self, event: HealthEvent) -> None:
         text = f"{event.message}; {event.advice}"
-        self._writer.add_text(f"health/{event.sign}", text, event.step)
+        self._writer_from(event.step).add_text(f"health/{event.sign}", text, event.step)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _writer_from(self, step: int) -> SummaryWriter:
+        if self._writer is None:
+            self._writer = self._make(purge_step=step)
+        return self._writer
 
 
 class RunTrackers:

@@ -17,6 +17,7 @@ from example_trainer.objective.losses import (
     LossInputs,
     LossSettings,
     is_clipped,
+    mismatch_of,
     off_policy_keeps,
     old_logprobs,
     reference_kl,
@@ -32,20 +33,13 @@ def policy_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, floa
     logprobs, rollout, advantages = inputs.logprobs, inputs.rollout_logprobs, inputs.advantages
     logs = log_ratios(logprobs, rollout, settings.log_ratio_clamp)
     ratios = logs.exp()
-    clipped = is_clipped(surrogate_log_ratios(inputs, settings).exp(), advantages, settings, logprobs=inputs.logprobs)
-    if inputs.trusted is not None:
-        clipped = ~inputs.trusted
-    # A truncated weight still leaves a gradient; the clip and the mask leave none.
-    weighed = settings.importance_sampling == "truncated" or settings.loss_type == "cispo"
-    silenced = torch.zeros_like(clipped) if weighed else clipped
+    clipped = _clipped(inputs, settings)
     weights = staleness_of(inputs, settings)
-    if weights is not None:
-        silenced = silenced | (weights == 0)
     found = {
         names.MEAN_RATIO: _mean(ratios),
         names.MAX_RATIO: float(ratios.max()),
         names.CLIPPED_FRACTION: _mean(clipped.float()),
-        names.ZERO_GRADIENT_FRACTION: _mean((silenced | (advantages == 0)).float()),
+        names.ZERO_GRADIENT_FRACTION: _mean(_without_gradient(inputs, settings, clipped).float()),
         names.TRAIN_ENTROPY: _mean(inputs.entropies),
         # k3: an unbiased estimate of KL(rollout, policy) on rollout samples that is never negative.
         names.TRAIN_KL: _mean((ratios - 1.0 - logs).clamp(min=0.0)),
@@ -63,6 +57,31 @@ def policy_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, floa
         found[names.SECOND_MOMENT] = _mean(squares[outward])
         found[names.SECOND_MOMENT_KEPT] = _mean(squares[outward & inputs.trusted])
     return found | _mismatch_metrics(inputs, settings) | _reference_metrics(inputs, settings)
+
+
+def _clipped(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """Return a mask of the tokens that the loss clips, masks or bounds by their ratio."""
+    if inputs.trusted is not None:
+        return ~inputs.trusted
+    ratios = surrogate_log_ratios(inputs, settings).exp()
+    clipped = is_clipped(ratios, inputs.advantages, settings, logprobs=inputs.logprobs)
+    if inputs.truncated_sampling is None or settings.weighs_sampler:
+        return clipped
+    return clipped & ~inputs.truncated_sampling  # the loss weighs these instead
+
+
+def _without_gradient(inputs: LossInputs, settings: LossSettings, clipped: Tensor) -> Tensor:
+    """Return a mask of the tokens whose surrogate has no gradient."""
+    silenced = inputs.advantages == 0
+    # A truncated weight still leaves a gradient; the clip and the mask leave none.
+    if settings.importance_sampling != "truncated" and settings.loss_type != "cispo":
+        silenced = silenced | clipped
+    if settings.mismatch_correction != "none":
+        silenced = silenced | (mismatch_of(inputs, settings) == 0)
+    if (keep := off_policy_keeps(inputs, settings)) is not None:
+        silenced = silenced | ~keep
+    weights = staleness_of(inputs, settings)
+    return silenced if weights is None else silenced | (weights == 0)
 
 
 def _mismatch_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, float]:

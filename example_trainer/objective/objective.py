@@ -260,6 +260,7 @@ class Objective:
                 advantages=targets.advantages,
                 sequences=targets.sequences,
                 proximal_logprobs=targets.proximal_logprobs,
+                truncated_sampling=targets.truncated_sampling,
                 ages=targets.ages,
                 trusted=targets.trusted,
                 reference_logprobs=targets.reference_logprobs if self.reference is not None else None,

@@ -9,7 +9,7 @@ logprobs are computed before a batch's first update, by the same forward as the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,18 @@ from example_trainer.modeling.micro_batches import Row
 if TYPE_CHECKING:
     from example_trainer.modeling.policy import Policy
     from example_trainer.objective.losses import Targets
+
+COMPUTED_WITH = (
+    "head_dim",
+    "hidden_act",
+    "layer_types",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_window",
+)
+"""Settings of a model that no weight's shape shows: its weights mean something else under other values."""
 
 Score = Callable[[Sequence[Row], "Targets"], Tensor]
 """A function that returns `[N]` logprobs of rows under the current weights, NaN outside these rows."""
@@ -103,12 +115,8 @@ def _load_weights(policy: Policy, model_name: str) -> dict[str, Tensor]:
     )
     model = load_policy(options)
     other = model.snapshot()
-    for name, master in policy.masters.items():
-        if name not in other or other[name].shape != master.shape:
-            raise ModelNotFound(
-                f"--ref-model {model_name} has no {name} of shape {tuple(master.shape)}; the reference needs the "
-                "policy's architecture"
-            )
+    if difference := _difference(policy, model, other):
+        raise ModelNotFound(f"--ref-model {model_name} has {difference}; the reference needs the policy's architecture")
     differing = _differing_frozen(policy, model)
     if differing is not None:
         raise ModelNotFound(
@@ -116,6 +124,21 @@ def _load_weights(policy: Policy, model_name: str) -> dict[str, Tensor]:
             "reference would be a mixture of both. Train all layers, or name a model with the same frozen ones"
         )
     return {name: other[name] for name in policy.masters}
+
+
+def _difference(policy: Policy, other: Policy, weights: Mapping[str, Tensor]) -> str | None:
+    """Return words for what the policy's module cannot compute of `other`, which has these weights; None if nothing."""
+    for name, master in policy.masters.items():
+        if name not in weights or weights[name].shape != master.shape:
+            return f"no {name} of shape {tuple(master.shape)}"
+    if left := weights.keys() - set(policy.parameter_names.values()):
+        return f"{min(left)}, which the policy lacks"
+    own, theirs = (each.hf_config.get_text_config() for each in (policy, other))
+    for setting in COMPUTED_WITH:
+        here, there = getattr(own, setting, None), getattr(theirs, setting, None)
+        if here != there:
+            return f"{setting} {there}, the policy {here}"
+    return None
 
 
 def _differing_frozen(policy: Policy, other: Policy) -> str | None:

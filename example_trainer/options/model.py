@@ -198,7 +198,8 @@ class OptimizerOptions(BaseModel):
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
-        description="Schedule of the rate after the warmup; linear and cosine end at 0 with the run's last step.",
+        description="Schedule of the rate after the warmup; linear and cosine would reach 0 a step after the run's "
+        "last.",
         json_schema_extra=aliases("lr_scheduler_type"),
     )
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warmup of the rate; 0 turns it off.")

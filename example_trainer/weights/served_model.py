@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from atropos_api.common.files import move_link, write_directory
-from example_trainer.checkpoint_model_files import copy_generation_file, raising_os_errors
+from example_trainer.checkpoint_model_files import copy_generation_file, raising_os_errors, write_tensors
 from example_trainer.errors import CannotSwap, PublishFailed
 from example_trainer.memory.preflight import cache_on_shared_gpu
 from example_trainer.model import load_policy
@@ -142,8 +142,6 @@ def unlink_served(parent: Path, directory: Path | None = None) -> None:
 def _write(
     policy: Policy, tensors: Mapping[str, torch.Tensor], directory: Path, record: BaseRecord | None = None
 ) -> Path:
-    from huggingface_hub import save_torch_state_dict
-
     needed_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     try:
         unlink_served(directory.parent, directory)
@@ -151,7 +149,7 @@ def _write(
         # A resumed run believes the record, also after a power cut.
         with raising_os_errors(), write_directory(directory, synced=record is not None) as partial:
             _check_space(partial, needed_bytes)
-            save_torch_state_dict(dict(tensors), partial)
+            write_tensors(partial, tensors)
             config = policy.hf_config.to_dict() | {"dtype": name_of(policy.dtype)}
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             copy_generation_file(policy.tokenizer_name, partial)

@@ -71,16 +71,18 @@ class WeightSource:
     def _weight(self, name: str) -> Tensor:
         policy = self._policy
         if name not in policy.parameter_names:
-            return cast_floating(policy.module.get_buffer(name).detach(), policy.dtype)
+            return policy.module.get_buffer(name).detach()  # in its own dtype, in which forwards compute with it
         weight = policy.whole_weight(name, policy.dtype, keep=True)
         assert weight is not None
         return weight
 
     def _like(self, name: str) -> Tensor:
         """Return a tensor without values of the shape and dtype that `_weight` returns."""
-        module = self._policy.module
-        own = module.get_parameter(name) if name in self._policy.parameter_names else module.get_buffer(name)
-        return cast_floating(torch.empty(own.shape, dtype=own.dtype, device="meta"), self._policy.dtype)
+        policy = self._policy
+        if name not in policy.parameter_names:
+            return torch.empty_like(policy.module.get_buffer(name), device="meta")
+        own = policy.module.get_parameter(name)
+        return cast_floating(torch.empty(own.shape, dtype=own.dtype, device="meta"), policy.dtype)
 
     def _entries(self, name: str) -> list[TensorEntry]:
         stored = to_checkpoint_layout(self._policy.module, {name: self._like(name)})

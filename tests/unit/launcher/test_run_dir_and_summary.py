@@ -151,16 +151,27 @@ def test_each_environment_has_its_own_evaluations_in_the_summary_and_the_picture
     import matplotlib.pyplot as plt
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
-    for environment, values in {"environment-1": (0.2, 0.4), "environment-2": (0.6, 1.0)}.items():
-        for step, accuracy in enumerate(values):
-            folder = tmp_path / "evals" / environment / f"step-{step}"
-            folder.mkdir(parents=True)
-            (folder / "metrics.json").write_text(json.dumps({"eval/accuracy": accuracy}))
+    _write_accuracies(tmp_path / "evals", {"environment-1": (0.2, 0.4), "environment-2": (0.6, 1.0)})
     summary = summarise(tmp_path)
     assert (summary.accuracy_base, summary.accuracy_trained) == (0.4, 0.7)
     draw(tmp_path)
     labels = [line.get_label() for axes in plt.gcf().axes for line in axes.lines]
     assert {"accuracy, environment-1", "accuracy, environment-2"} <= set(labels)
+
+
+def test_an_environment_that_was_evaluated_once_does_not_make_the_others_seem_worse(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    _write_accuracies(tmp_path / "evals", {"environment-1": (0.2, 0.4), "environment-2": (0.9,)})
+    summary = summarise(tmp_path)
+    assert (summary.accuracy_base, summary.accuracy_trained) == (0.2, 0.4)
+
+
+def _write_accuracies(evals: Path, by_environment: dict[str, tuple[float, ...]]) -> None:
+    for environment, values in by_environment.items():
+        for step, accuracy in enumerate(values):
+            folder = evals / environment / f"step-{step}"
+            folder.mkdir(parents=True)
+            (folder / "metrics.json").write_text(json.dumps({"eval/accuracy": accuracy}))
 
 
 @pytest.mark.parametrize(

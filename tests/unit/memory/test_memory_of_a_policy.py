@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from example_trainer.config import TrainingConfig
 from example_trainer.memory.budget import budget
-from example_trainer.memory.shapes import local_shape
+from example_trainer.memory.shapes import local_shape, shape_of
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import policy_options
 from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
@@ -68,3 +69,30 @@ def moments(state: dict[str, Any]) -> list[torch.Tensor]:
     return [
         value for each in of_parameters for value in each.values() if isinstance(value, torch.Tensor) and value.ndim
     ]
+
+
+@pytest.mark.parametrize(
+    "model_type", ["cohere", "gemma", "gemma3_text", "lfm2", "llama", "qwen3", "smollm3", "starcoder2"]
+)
+def test_a_head_that_config_json_does_not_speak_of_is_tied_where_transformers_ties_it(model_type: str) -> None:
+    """Published files of such a model leave out what is its family's default."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(model_type, **sizes)
+    written = {name: value for name, value in config.to_dict().items() if name != "tie_word_embeddings"}
+    assert shape_of("m", written).tied == config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("model_type", "experts"),
+    [("qwen3_moe", {"num_experts": 32}), ("glm4_moe", {"n_routed_experts": 32, "n_shared_experts": 1})],
+)
+def test_the_experts_of_a_mixture_are_counted_whatever_its_family_calls_them(
+    model_type: str, experts: dict[str, int]
+) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes |= {"num_hidden_layers": 16, "intermediate_size": 128, "moe_intermediate_size": 32, "vocab_size": 300}
+    config = AutoConfig.for_model(model_type, **sizes, **experts)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    counted = sum(parameter.numel() for parameter in module.parameters())
+    assert shape_of("m", config.to_dict()).parameters == pytest.approx(counted, rel=0.03)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from example_trainer.errors import BadLayerFilter, CheckpointError, ModelNotFound, NonfiniteWeights
 from example_trainer.model import load_policy
@@ -64,6 +64,20 @@ def test_checkpoint_tensors_come_from_the_masters_when_the_forward_runs_on_views
     tensors = policy.checkpoint_tensors()
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     assert {tensor.dtype for tensor in policy.checkpoint_tensors(torch.bfloat16).values()} == {torch.bfloat16}
+
+
+def test_the_bias_by_which_a_router_chooses_experts_is_stored_as_the_forward_adds_it(tmp_path):
+    """In 16 bits the server would choose other experts than the trainer, which keeps it in fp32."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}
+    sizes |= {"num_hidden_layers": 2, "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 4}
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **sizes, num_experts_per_tok=2))
+    bias = next(name for name, _ in made.named_buffers() if name.endswith("e_score_correction_bias"))
+    made.get_buffer(bias).copy_(torch.tensor([0.1, 0.2, 0.3, 0.7]))
+    made.save_pretrained(tmp_path)
+    policy = load_policy(options_for(tmp_path, dtype="bfloat16"))
+    served = policy.checkpoint_tensors(torch.bfloat16)
+    assert torch.equal(served[bias], policy.module.get_buffer(bias))
+    assert served["model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
 def test_gradients_of_views_add_up_in_the_masters(tiny_family):
@@ -167,6 +181,12 @@ def test_dropout_is_off_whatever_a_configuration_calls_it(kind):
     rates = {name: value for name, value in vars(stored.get_text_config()).items() if "drop" in name and value}
     assert rates
     assert not any(getattr(loaded, name) for name in rates)
+
+
+def test_the_jitter_of_a_mixture_s_routers_is_off_in_training():
+    stored = AutoConfig.for_model("mixtral", router_jitter_noise=0.1)
+    assert _for_training(stored).router_jitter_noise == 0.0
+    assert stored.router_jitter_noise == 0.1, "written checkpoints keep it"
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(tiny_family):

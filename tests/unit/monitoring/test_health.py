@@ -105,6 +105,12 @@ def test_steps_that_are_skipped_for_length_are_not_a_flat_reward() -> None:
     assert [signs(monitor, step, metrics) for step in range(1, 8)] == [["left_out"], *[[]] * 6]
 
 
+def test_batches_that_are_left_out_for_their_age_are_not_a_flat_reward() -> None:
+    monitor = HealthMonitor()
+    aged = {names.TRAIN_SKIPPED: 1.0, names.NO_SIGNAL_FRACTION: 0.25, names.TRAINED_TOKENS: 40.0}
+    assert [signs(monitor, step, HEALTHY | aged) for step in range(1, 8)] == [[]] * 7
+
+
 def test_an_accuracy_that_collapses_is_reported_and_noise_is_not() -> None:
     monitor = HealthMonitor()
     rewards = [0.59, 0.55, 0.62, 0.5, 0.6, 0.64, 0.52, 0.58] + [0.07] * 5

@@ -195,6 +195,21 @@ def test_tensorboard_s_files_hold_the_steps(tmp_path: Path) -> None:
     assert [(point.step, point.value) for point in read.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
 
 
+def test_tensorboard_shows_steps_that_a_resumed_run_trains_again_once(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for steps, reward in ((range(1, 6), 0.25), (range(4, 7), 0.5)):
+        tracker = TensorBoardTracker(tmp_path)
+        for step in steps:
+            tracker.log(step, {"reward/mean": reward})
+        tracker.close()
+        # The reader goes by the files' names, which hold the second at which each was made.
+        for path in tmp_path.glob("events.*"):
+            path.rename(tmp_path / f"{steps[0]}.{path.name.replace('events', 'earlier')}.tfevents")
+    read = accumulators.EventAccumulator(str(tmp_path)).Reload()
+    found = [(point.step, point.value) for point in read.Scalars("reward/mean")]
+    assert found == [(1, 0.25), (2, 0.25), (3, 0.25), (4, 0.5), (5, 0.5), (6, 0.5)]
+
+
 def test_tensorboard_that_is_asked_for_and_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in ("torch.utils.tensorboard", "torch.utils.tensorboard.writer"):
         monkeypatch.setitem(__import__("sys").modules, module, None)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from example_trainer.objective.losses import LossInputs, LossSettings, loss_terms, token_losses
+from example_trainer.objective.losses import LossInputs, LossSettings, Targets, loss_terms, token_losses
 from example_trainer.objective.metrics import policy_metrics
+from example_trainer.objective.objective import Objective
 from example_trainer.objective.ratios import mismatch_weights, off_policy_mask
 
 BOUNDS = {"floor": 0.5, "cap": 2.0, "clamp": 20.0}
@@ -146,6 +147,43 @@ def test_p4_tokens_of_truncated_sampling_are_weighed_and_never_clipped() -> None
     marked = torch.tensor([True, False, True])
     values = inputs(new, logs(1.0, 1.0, 1.0), torch.ones(3), truncated_sampling=marked)
     assert gradient(values, LossSettings(tis_cap=2.0)) == pytest.approx([-1.5, 0.0, -2.0])
+
+
+def test_the_metrics_count_no_token_of_truncated_sampling_as_clipped() -> None:
+    new, marked = logs(0.7, 0.7, 1.0, 1.0), torch.tensor([True, False, True, False])
+    values = inputs(new, logs(1.0, 1.0, 1.0, 1.0), -torch.ones(4), truncated_sampling=marked)
+    targets = Targets(
+        labels=torch.zeros(4, dtype=torch.long),
+        rollout_logprobs=values.rollout_logprobs,
+        advantages=values.advantages,
+        temperatures=torch.ones(4),
+        sequences=values.sequences,
+        versions=torch.zeros(4, dtype=torch.long),
+        version_bounds=torch.zeros(4, dtype=torch.long),
+        truncated_sampling=marked,
+    )
+    metrics = Objective(LossSettings()).metrics(targets, new, values.entropies)
+    assert metrics["grpo/clipped_fraction"] == metrics["perf/zero_gradient_fraction"] == 0.25
+    new.requires_grad_()
+    assert gradient(values, LossSettings()).count(0.0) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LossSettings(off_policy_threshold=0.2, clip_eps_low=0.95),
+        LossSettings(old_logprobs="recomputed", mismatch_correction="token_mask", tis_floor=0.5),
+        LossSettings(old_logprobs="recomputed", mismatch_correction="sequence_mask", tis_floor=0.5),
+        LossSettings(importance_sampling="masked", tis_floor=0.5),
+    ],
+    ids=lambda settings: f"{settings.importance_sampling}-{settings.mismatch_correction}",
+)
+def test_the_tokens_without_gradient_that_are_counted_are_those_without_any(settings: LossSettings) -> None:
+    new = logs(0.1, 1.0, 0.9, 1.0)
+    values = inputs(new, logs(1.0, 1.0, 1.0, 1.0), -torch.ones(4))
+    assert policy_metrics(values, settings)["perf/zero_gradient_fraction"] == 0.25
+    new.requires_grad_()
+    assert gradient(values, settings).count(0.0) == 1
 
 
 def test_where_every_token_is_weighed_anyway_the_mark_changes_nothing() -> None:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from example_trainer import checkpointing
-from example_trainer.checkpoint_model_files import StoredTensors
+from example_trainer.checkpoint_model_files import StoredTensors, read_tensors
 from example_trainer.checkpointing import (
     begun_version,
     find_checkpoint,
@@ -26,6 +27,7 @@ from example_trainer.checkpointing import (
     restore,
     save_checkpoint,
 )
+from example_trainer.commands.doctor.model_files import OTHER_TOKENIZERS
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import CheckpointError, NonfiniteWeights, PublishFailed
 from example_trainer.model import load_policy
@@ -208,15 +210,30 @@ def test_experts_that_a_checkpoint_stores_one_by_one_come_back(
         policy.load_masters(policy.by_own_names({key: lost[key] for key in lost if key != name}))
 
 
-def test_a_tokenizer_beside_the_model_is_kept_beside_the_checkpoint(
-    policy: Policy, tiny_model: Path, tmp_path: Path
+@pytest.mark.parametrize(("dtype", "master_weights"), [("float32", "fp32"), ("bfloat16", "fp32"), ("bfloat16", "none")])
+def test_a_server_gets_the_experts_of_a_mixture_one_by_one(
+    tiny_family: Callable[[str], Path], tmp_path: Path, dtype: Any, master_weights: Any
 ) -> None:
-    (tiny_model / "tokenizer_config.json").write_text("{}")
+    """They are parts of one tensor of the trainer, whose memory they share if they need no cast."""
+    model = tiny_family("mixtral")
+    options = PolicyOptions(model_name=str(model), dtype=dtype, device="cpu", master_weights=master_weights)
+    served = read_tensors(write_served_checkpoint(load_policy(options), tmp_path / "served"))
+    stored = read_tensors(model)
+    assert served.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name].to(getattr(torch, dtype))) for name, tensor in served.items())
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", *OTHER_TOKENIZERS])
+def test_a_tokenizer_beside_the_model_is_kept_beside_the_checkpoint(
+    policy: Policy, tiny_model: Path, tmp_path: Path, name: str
+) -> None:
+    """Also one of the forms without a tokenizer.json, with which the doctor is content."""
+    (tiny_model / name).write_text("{}")
     try:
         path = save(tmp_path, policy, 1)
     finally:
-        (tiny_model / "tokenizer_config.json").unlink()
-    assert (path / "tokenizer_config.json").read_text() == "{}"
+        (tiny_model / name).unlink()
+    assert (path / name).read_text() == "{}"
     assert json.loads((path / "config.json").read_text())["dtype"] == "float32"
 
 

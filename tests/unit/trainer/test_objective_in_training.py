@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -231,9 +232,15 @@ def test_another_checkpoint_can_be_the_reference(tiny_model: Path, recorded: Bat
 
 
 def test_a_reference_of_another_architecture_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    other = make_tiny_model(tmp_path / "other", vocabulary=48)
-    with pytest.raises(ModelNotFound, match="needs the policy's architecture"):
-        make_learner(tiny_model, kl_coef=0.1, ref_model=str(other))
+    narrower = make_tiny_model(tmp_path / "narrower", vocabulary=48)
+    deeper = make_tiny_model(tmp_path / "deeper", layers=3)
+    rotated = make_tiny_model(tmp_path / "rotated")
+    config = json.loads((rotated / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] *= 100
+    (rotated / "config.json").write_text(json.dumps(config))
+    for other, cause in ((narrower, "no model.embed_tokens"), (deeper, "has model.layers.2"), (rotated, "rope_theta")):
+        with pytest.raises(ModelNotFound, match=f"{cause}.*needs the policy's architecture"):
+            make_learner(tiny_model, kl_coef=0.1, ref_model=str(other))
     with pytest.raises(ModelNotFound, match="no such directory"):
         make_learner(tiny_model, kl_coef=0.1, ref_model="./not-here")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from example_trainer.distributed.rank0_proxy import CollectiveWeightSource, join_publish, publish_on_rank0
 from example_trainer.distributed.ranks import Ranks
@@ -55,6 +56,18 @@ def test_buckets_hold_every_weight_once_and_stay_below_the_limit(options: Policy
         assert torch.equal(found[name], tensor), name
     assert all(bucket.nbytes <= limit_bytes or len(bucket.entries) == 1 for bucket in source.buckets)
     assert (len(source.buckets) == 1) == (limit_bytes == BUCKET_BYTES)
+
+
+def test_a_router_s_bias_is_sent_in_fp32_in_which_the_trainer_adds_it(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}
+    sizes |= {"num_hidden_layers": 2, "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 4}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **sizes)).save_pretrained(tmp_path)
+    policy = load_policy(PolicyOptions(model_name=str(tmp_path), dtype="bfloat16", device="cpu"))
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    policy.module.get_buffer(bias).copy_(torch.tensor([0.1, 0.2, 0.3, 0.7]))
+    found = read_all(WeightSource(policy))
+    assert torch.equal(found[bias], policy.module.get_buffer(bias))
+    assert found.keys() == policy.checkpoint_tensors(policy.dtype).keys()
 
 
 def test_the_weights_of_a_gpu_leave_it_through_one_pinned_buffer(
