@@ -88,6 +88,7 @@ docs: $(INSTALLED_DEV)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/compare_trl.py
+	$(BIN)/python -m benchmarks.demo_generation
 	$(BIN)/python -m benchmarks.broker
 	$(BIN)/python -m benchmarks.broker.fsync
 	$(BIN)/python -m benchmarks.broker.watching
