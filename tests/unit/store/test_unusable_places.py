@@ -10,6 +10,7 @@ from atropos_api.common.errors import AtroposError
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import StoreDamaged
 from atropos_api.store.factory import open_store
+from atropos_api.store.redis_session import connect
 
 
 def occupied(path, name, *, folder=False):
@@ -57,6 +58,20 @@ def test_a_malformed_address_of_a_redis_is_one_line_without_its_password(place):
         open_store(place)
     assert "\n" not in str(caught.value)
     assert "55word" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["redis://host/name", "redis://user:55word@host/1/2", "redis://host/-1"])
+def test_a_database_of_a_redis_that_is_no_number_is_not_taken_for_another_one(place):
+    pytest.importorskip("redis")
+    with pytest.raises(AtroposError, match="the database is a number; write redis://host:port/database") as caught:
+        open_store(place)
+    assert "55word" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["redis://host", "redis://host/", "rediss://host:6380/3", "redis:///?db=2"])
+def test_the_database_of_a_redis_may_be_left_out(place):
+    pytest.importorskip("redis")
+    connect(place, timeout_seconds=1.0).close()
 
 
 def damage_rows(place):
