@@ -169,6 +169,9 @@ async def metrics(request: Request, run_id: str) -> Response:
         RUN,
         in_query("names", TEXT_SCHEMA, f"Names with commas between them, at most {MOST_NAMES}"),
         in_query(
+            "name", {"type": "array", "items": TEXT_SCHEMA}, "One more name, which may contain commas; may be repeated"
+        ),
+        in_query(
             "points", FROM_ONE | {"maximum": MOST_POINTS, "default": 1000}, "Largest number of points of each metric"
         ),
         in_query("first", COUNT, "First step; default: the first of the run"),
@@ -178,7 +181,8 @@ async def metrics(request: Request, run_id: str) -> Response:
     errors=("unknown-run", "invalid-request"),
 )
 async def series(request: Request, run_id: str) -> Response:
-    names = [name for name in request.query_params.get("names", "").split(",") if name][:MOST_NAMES]
+    asked = request.query_params
+    names = [*filter(None, asked.get("names", "").split(",")), *asked.getlist("name")][:MOST_NAMES]
     points = min(read_int(request, "points", 1000, least=1) or 1, MOST_POINTS)
     first, last = read_int(request, "first", least=0), read_int(request, "last", least=0)
     table = await _table(context_of(request).broker, run_id)

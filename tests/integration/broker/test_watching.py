@@ -83,6 +83,15 @@ def test_reported_steps_come_back_and_a_repeated_report_changes_nothing(client, 
     assert 0 <= client.status()["run"]["last_step_seconds"] < 60
 
 
+def test_a_metric_with_commas_in_its_name_is_shown_too(client, url):
+    run = client.begin_run(RUN)
+    report(url, run, [(1, {"reward/sum, mod 7": 0.25, "reward/mean": 0.5, "train/kl": 0.1})])
+    asked = {"names": "reward/mean,train/kl", "name": ["reward/sum, mod 7", "unknown"]}
+    found = get(url, f"/v1/runs/{run.run_id}/series", **asked)["series"]
+    assert found.keys() == {"reward/mean", "train/kl", "reward/sum, mod 7"}
+    assert found["reward/sum, mod 7"] == {"steps": [1], "values": [0.25]}
+
+
 def test_the_registered_servers_and_their_load_are_in_the_status_the_busiest_first(client):
     report = {"lease_id": "lease-0123", "boot_id": "b", "mode": "fixed", "port": 9001}
     for name, waiting in (("idle", 0), ("full", 7)):
