@@ -313,7 +313,8 @@ def slice_for_rank(groups: Sequence[GroupRow], rank: int, world_size: int) -> li
 
     Groups are assigned heaviest first, each to the rank with the fewest tokens so far.
     """
-    loads = [0] * world_size
+    # Each group goes to the first of the lightest ranks, so no rank after as many as there are groups gets any.
+    loads = [0] * min(world_size, len(groups))
     mine = []
     for group in sorted(groups, key=lambda row: (-row.token_count, row.seq)):
         lightest = loads.index(min(loads))

@@ -245,3 +245,11 @@ def test_a_run_may_be_stricter_than_the_operator_and_not_laxer(broker):
     broker.settings = type(broker.settings)(max_staleness=0)
     broker.restart()
     assert broker.room(env) == 8
+
+
+def test_any_number_of_ranks_may_share_a_batch(broker):
+    env = broker.register()
+    broker.begin()
+    broker.send(env, 1, 2)
+    shares = [broker.batch(1, rank=rank, world_size=10**18 - 1) for rank in (0, 1, 2, 10**18 - 2)]
+    assert shares == [[1], [2], [], []]
