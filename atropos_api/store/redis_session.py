@@ -75,11 +75,13 @@ def connect(url: str, *, timeout_seconds: float) -> Any:
         ) from None
     try:
         _check_database(url)
-        return redis.Redis.from_url(
+        client = redis.Redis.from_url(
             url, socket_timeout=timeout_seconds, socket_connect_timeout=timeout_seconds, retry=Retry(NoBackoff(), 0)
         )
-    except ValueError as error:
+        client.connection_pool.make_connection()  # it opens none, but refuses an option of the address that is none
+    except (TypeError, ValueError) as error:
         raise AtroposError(f"--store {without_password(url)}: {error}; write redis://host:port/database") from error
+    return client
 
 
 def _check_database(url: str) -> None:
@@ -89,12 +91,13 @@ def _check_database(url: str) -> None:
 
 
 def without_password(url: str) -> str:
+    """Return the address without what comes before the host, and without options, of which one may be a password."""
     try:
         parts = urlsplit(url)
     except ValueError:  # a malformed host
-        scheme, _, rest = url.partition("://")
+        scheme, _, rest = url.partition("?")[0].partition("://")
         return f"{scheme}://{rest.rpartition('@')[2]}"
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
 
 
 def boot_seconds() -> float:
