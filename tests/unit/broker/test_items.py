@@ -240,3 +240,16 @@ def test_a_group_that_is_meant_for_an_unknown_run_is_refused_whole(broker, env):
     assert broker.inner.state.queue.groups == 0
     broker.send(env, 1, 2, key="a")
     assert broker.inner.state.queue.groups == 2, "the key was not used up"
+
+
+def test_groups_of_an_earlier_run_that_are_lost_leave_the_counts_of_this_run_alone(broker, env):
+    broker.send(env, 1)
+    earlier = broker.info.run_id
+    broker.begin(name="next")
+    broker.send(env, 2, 3)
+    broker.batch(1)
+    broker.inner.commit(1)
+    broker.store[1].discard([row.body for row in broker.inner.state.left_over[earlier]])
+    broker.restart()
+    assert earlier not in broker.inner.state.left_over or not broker.inner.state.left_over[earlier]
+    assert outcomes_of(broker, env) == {"trained": 2}
