@@ -122,7 +122,7 @@ class Batches:
         state = self._state
         with state.change():
             state.ledger.drop_groups([group.seq for group in groups])
-            state.environments.count_outcome(outcome, groups)
+            state.environments.count_outcome(outcome, filter(self._is_counted, groups))
             self._finish_keys(groups)
         state.discard(group.body for group in groups)
 
@@ -198,6 +198,12 @@ class Batches:
             self.drop(stuck, "unpackable")
             self._state.drops.count(stuck, "unpackable")
             self._state.events.add("unpackable-dropped", run_id=run.run_id, groups=len(stuck), sizes=sizes)
+
+    def _is_counted(self, group: GroupRow) -> bool:
+        """Return False for a group left over from a run before the one that its environment's counts are of."""
+        run, row = self._state.runs.open, self._state.environments.find(group.env_id)
+        present = run.run_id if run is not None else None
+        return row is None or group.run_id in {row.outcomes.run_id, row.run_id, present}
 
     def _check_number(self, run: RunRow, number: int) -> None:
         if number <= run.committed_batch:
@@ -313,7 +319,8 @@ def slice_for_rank(groups: Sequence[GroupRow], rank: int, world_size: int) -> li
 
     Groups are assigned heaviest first, each to the rank with the fewest tokens so far.
     """
-    loads = [0] * world_size
+    # Each group goes to the first of the lightest ranks, so no rank after as many as there are groups gets any.
+    loads = [0] * min(world_size, len(groups))
     mine = []
     for group in sorted(groups, key=lambda row: (-row.token_count, row.seq)):
         lightest = loads.index(min(loads))

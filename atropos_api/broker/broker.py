@@ -282,8 +282,9 @@ class Broker:
     def close(self) -> None:
         """Close the store. All acknowledged data is in it already."""
         self.submissions.close()
-        self.state.bodies.close()
+        # The ledger is first: with `--fsync interval` it forces the last second to the disk, and the bodies with it.
         self.state.ledger.close()
+        self.state.bodies.close()
 
     # Environments
 

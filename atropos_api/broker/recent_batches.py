@@ -68,6 +68,8 @@ class RecentBatches:
                 if body is not None and fits and index not in batch.groups:
                     batch.groups[index] = RecentGroup(row, body)
                     self._count(batch, len(body))
+            if not batch.groups:  # none fits: there is nothing to show, and nothing to count that would make it go
+                self._drop((whole[0].run_id, number))
         self._shrink()
 
     def add_report(self, run_id: str, number: int, rank: int, report: bytes) -> bool:

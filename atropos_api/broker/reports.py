@@ -94,7 +94,7 @@ class RunMetrics:
         if names is not self._names.get(run_id):
             self._ledger.put_metric_names(run_id, names)
             self._names[run_id] = names
-            self._forget_oldest_runs(known_runs)
+            self._forget_oldest_runs(known_runs, reporting=run_id)
         self._ledger.put_metrics(run_id, rows)
         self._add_to_table(run_id, names, rows)
         self._latest = {run_id: steps[-1].values}
@@ -183,10 +183,11 @@ class RunMetrics:
         if run_id in self._tables:
             self._tables[run_id].drop(0, last)
 
-    def _forget_oldest_runs(self, known_runs: Sequence[str]) -> None:
+    def _forget_oldest_runs(self, known_runs: Sequence[str], *, reporting: str) -> None:
+        """Forget all but the newest runs; the one that is reporting stays, because an old run may be resumed."""
         order = {run_id: place for place, run_id in enumerate(known_runs)}
-        oldest = sorted(self._names, key=lambda run_id: order.get(run_id, -1))
-        for run_id in oldest[: max(0, len(oldest) - MOST_RUNS)]:
+        oldest = sorted(self._names.keys() - {reporting}, key=lambda run_id: order.get(run_id, -1))
+        for run_id in oldest[: max(0, len(self._names) - MOST_RUNS)]:
             self._ledger.forget_metrics(run_id)
             del self._names[run_id]
             self._forget_table(run_id)

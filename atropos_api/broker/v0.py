@@ -280,13 +280,12 @@ class AtroposContract:
         broker = self._broker
         env_ids = [group.env_id for group in groups]
         known = list(map(broker.state.environments.find, env_ids))
-        for row in known:
-            if row is None:
-                broker.state.counters.groups_unregistered_total += 1
-            else:
-                broker.touch(row)
+        for row in filter(None, known):
+            broker.touch(row)
         key_row = broker.keys.make(owner, key, len(groups)) if key is not None else None
-        return broker.submissions.take(groups, env_ids, run_id=broker.pacer.run_for(known[0]), key=key_row)
+        rows = broker.submissions.take(groups, env_ids, run_id=broker.pacer.run_for(known[0]), key=key_row)
+        broker.state.counters.groups_unregistered_total += known.count(None)
+        return rows
 
     def _owner(self, group: CheckedGroup) -> str:
         row = self._state.environments.find(group.env_id)

@@ -29,6 +29,9 @@ MOST_GATHER_SECONDS: Final = 1.0
 with their number, so that notifying them takes a part of a core only, however fast servers come and go.
 """
 
+LATE_SECONDS: Final = 0.01
+"""Time by which the end of a lease may be noticed late: a timer is not set anew for less."""
+
 MOST_SHARED_SETS: Final = 64
 """Sets of servers whose encoding is kept, by policy; callers may ask for any number of policies."""
 
@@ -145,11 +148,15 @@ class AppContext:
 
     def watch_leases(self) -> None:
         """Make sure that leases end in time even without a request, and that waiters for a change are notified."""
-        if self._lease_timer is not None:
-            return
         seconds = self.broker.state.servers.seconds_to_expiry()
-        if not math.isinf(seconds):
-            self._lease_timer = asyncio.get_running_loop().call_later(seconds, self._end_leases)
+        if math.isinf(seconds):
+            return
+        loop = asyncio.get_running_loop()
+        if self._lease_timer is not None:
+            if self._lease_timer.when() <= loop.time() + seconds + LATE_SECONDS:
+                return
+            self._lease_timer.cancel()  # it was for a longer lease, such as that of a server which loads its model
+        self._lease_timer = loop.call_later(seconds, self._end_leases)
 
     def _end_leases(self) -> None:
         self._lease_timer = None

@@ -69,6 +69,8 @@ STATUS_OF_TRANSPORT: Final = {
 }
 """Problems that the request guard, the connection or the framework raises, not the broker's rules."""
 
+_INDEX: Final = re.compile(r"[0-9]{1,9}", re.ASCII)
+
 HEADERS_BY_STATUS: Final[Mapping[int, Mapping[str, str]]] = {
     401: {"WWW-Authenticate": "Bearer"},
     503: {"Retry-After": "1"},
@@ -125,7 +127,7 @@ def legacy_response(status: int, error: BrokerError) -> Response:
 def describe_invalid(error: BrokerError) -> dict[str, Any]:
     """Return one entry of a 422 answer in FastAPI's form."""
     place = [
-        int(part) if part.isdigit() else part
+        int(part) if _INDEX.fullmatch(part) else part
         for part in re.split(r"[.\[\]]+", error.details.get("field", ""))
         if part not in {"", "body"}
     ]

@@ -201,7 +201,8 @@ async def _stream(context: AppContext, after: int) -> AsyncIterator[bytes]:
     sent = NO_STATUS
     while True:
         # 0 asks for all events that are still known, so none can be missed.
-        lot = _encode_missed(after) if after and log.has_forgotten(after) else b""
+        missed = after and log.has_forgotten(after)
+        lot = _encode_missed(after, context.broker.state.clock()) if missed else b""
         lot += b"".join(map(_encode, log.after(after)))
         # A caller that has just changed something sees it in the first status, and no status is older than its events.
         after, sent = log.last_id, context.shared_status(newest=sent is NO_STATUS or bool(lot))
@@ -230,8 +231,8 @@ def _encode(event: Event) -> bytes:
     return b"id: %d\nevent: %s\ndata: %s\n\n" % (event.id, event.type.encode(), data)
 
 
-def _encode_missed(after: int) -> bytes:
-    return b'event: missed\ndata: {"after":%d}\n\n' % after
+def _encode_missed(after: int, now: float) -> bytes:
+    return b"event: missed\ndata: %s\n\n" % msgspec.json.encode({"time": now, "after": after})
 
 
 def _encode_status(status: StatusText, event_id: int) -> bytes:

@@ -12,13 +12,22 @@ import shlex
 from collections.abc import Sequence
 from typing import Final, cast, get_args
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from atropos_api.broker import Broker
 from atropos_api.broker.rollouts import Rollout, list_groups, summarise, token_values
 from atropos_api.errors import InvalidRequest
 from atropos_api.http.context import context_of
-from atropos_api.http.request import decode_body, in_thread_if_large, json_response, parse_int, read_body, read_int
+from atropos_api.http.request import (
+    MOST_LENIENT_BYTES,
+    decode_body,
+    in_thread_if_large,
+    json_response,
+    parse_int,
+    read_body,
+    read_int,
+)
 from atropos_api.page.documents import (
     GroupDocument,
     GroupList,
@@ -94,10 +103,15 @@ async def report_run(request: Request, run_id: str) -> Response:
 )
 async def report_tokens(request: Request, run_id: str, number: str) -> Response:
     wanted = parse_int(number, "number", least=1)
-    body = await read_body(request)
-    report = await in_thread_if_large(functools.partial(decode_body, kind=TokenReport), body)
-    context_of(request).broker.reports.take_tokens(run_id, wanted, report, body)
+    report, text = await in_thread_if_large(_read_tokens, await read_body(request))
+    context_of(request).broker.reports.take_tokens(run_id, wanted, report, text)
     return Response(status_code=204)
+
+
+def _read_tokens(body: bytes) -> tuple[TokenReport, bytes]:
+    """Return a report, and the text to keep: its readers are strict, and a small body may have been read leniently."""
+    report = decode_body(body, TokenReport)
+    return report, body if len(body) > MOST_LENIENT_BYTES else msgspec.json.encode(report)
 
 
 @route(
@@ -169,6 +183,9 @@ async def metrics(request: Request, run_id: str) -> Response:
         RUN,
         in_query("names", TEXT_SCHEMA, f"Names with commas between them, at most {MOST_NAMES}"),
         in_query(
+            "name", {"type": "array", "items": TEXT_SCHEMA}, "One more name, which may contain commas; may be repeated"
+        ),
+        in_query(
             "points", FROM_ONE | {"maximum": MOST_POINTS, "default": 1000}, "Largest number of points of each metric"
         ),
         in_query("first", COUNT, "First step; default: the first of the run"),
@@ -178,7 +195,8 @@ async def metrics(request: Request, run_id: str) -> Response:
     errors=("unknown-run", "invalid-request"),
 )
 async def series(request: Request, run_id: str) -> Response:
-    names = [name for name in request.query_params.get("names", "").split(",") if name][:MOST_NAMES]
+    asked = request.query_params
+    names = [*filter(None, asked.get("names", "").split(",")), *asked.getlist("name")][:MOST_NAMES]
     points = min(read_int(request, "points", 1000, least=1) or 1, MOST_POINTS)
     first, last = read_int(request, "first", least=0), read_int(request, "last", least=0)
     table = await _table(context_of(request).broker, run_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 import uuid
@@ -49,6 +50,9 @@ RELEASE_SCRIPT: Final = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.cal
 ROOMLESS: Final = ("DEL", "atropos:nothing")
 """A write that a full Redis accepts. Redis judges a script by its first write, and then accepts the others too."""
 
+_DATABASE: Final = re.compile(r"/?|/[0-9]+", re.ASCII)
+"""The path of an address: none, or the number of a database."""
+
 PROMISES: Final = {"appendonly": "yes", "appendfsync": "always", "no-appendfsync-on-rewrite": "no"}
 
 Argument = str | int | float | bytes
@@ -70,20 +74,30 @@ def connect(url: str, *, timeout_seconds: float) -> Any:
             "--store redis:// needs the redis package: pip install 'atropos-grpo[redis]', or name a directory"
         ) from None
     try:
-        return redis.Redis.from_url(
+        _check_database(url)
+        client = redis.Redis.from_url(
             url, socket_timeout=timeout_seconds, socket_connect_timeout=timeout_seconds, retry=Retry(NoBackoff(), 0)
         )
-    except ValueError as error:
+        client.connection_pool.make_connection()  # it opens none, but refuses an option of the address that is none
+    except (TypeError, ValueError) as error:
         raise AtroposError(f"--store {without_password(url)}: {error}; write redis://host:port/database") from error
+    return client
+
+
+def _check_database(url: str) -> None:
+    """Raise `ValueError` for a database that is no number: redis-py would take database 0, which may be another's."""
+    if _DATABASE.fullmatch(urlsplit(url).path) is None:
+        raise ValueError("the database is a number")
 
 
 def without_password(url: str) -> str:
+    """Return the address without what comes before the host, and without options, of which one may be a password."""
     try:
         parts = urlsplit(url)
     except ValueError:  # a malformed host
-        scheme, _, rest = url.partition("://")
+        scheme, _, rest = url.partition("?")[0].partition("://")
         return f"{scheme}://{rest.rpartition('@')[2]}"
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
 
 
 def boot_seconds() -> float:

@@ -70,7 +70,9 @@ class SegmentLog:
         directory.mkdir(parents=True, exist_ok=True)
         paths = [path for path in directory.glob("*.log") if path.stem.isdigit()]
         self._segments = {int(path.stem): _Segment(path, path.stat().st_size) for path in paths}
-        self._last_number = max(self._segments, default=0)
+        self._forced = ForcedMark(directory)
+        # A new segment with a number that was forced before, of one deleted since, would count as forced itself.
+        self._last_number = max([self._forced.number, *self._segments])
         self._readers: OrderedDict[int, int] = OrderedDict()
         self._active = 0
         self._active_fd = -1
@@ -80,7 +82,6 @@ class SegmentLog:
         self._sealed: list[int] = []
         self._directory_changed = syncs
         self._safe_until = (self._last_number, 0)
-        self._forced = ForcedMark(directory)
         self._adopted = False
         self._doomed: list[Path] = []
         self._removable: list[Path] = []

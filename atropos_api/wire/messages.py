@@ -197,7 +197,7 @@ class ItemRequest(msgspec.Struct, kw_only=True):
 
     process: Name
     """Name that the asking process made up for itself; the leases of another process of the environment end."""
-    call: Positive
+    call: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
     """Number of this call, one more than that of the last; a call that is repeated gets the same answer."""
     finished: list[NotNegative] = []
     """Items of which every group is acknowledged."""

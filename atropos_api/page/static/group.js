@@ -10,7 +10,8 @@ import { modePicker, TokenStrip, WINDOW } from "./tokens.js";
 
 /** Show a group; the address may name a sequence and a token. */
 export async function showGroup({ container, source, run, route }) {
-  const path = `v1/runs/${encodeURIComponent(run.run_id)}/batches/${route.batch}/groups/${route.group}`;
+  // Numbers alone: a link of another site to this page may name anything, such as ../../../../reset_data.
+  const path = `v1/runs/${encodeURIComponent(run.run_id)}/batches/${Number(route.batch)}/groups/${Number(route.group)}`;
   const group = await source.get(path);
   const place = { view: "group", run: run.run_id, batch: route.batch, group: route.group };
   const order = group.samples.map((_, index) => index).sort((a, b) => group.samples[b].reward - group.samples[a].reward || a - b);

@@ -135,7 +135,7 @@ export class Live {
     };
     stream.addEventListener("status", (message) => heard(message, { kind: "status", status: JSON.parse(message.data) }));
     for (const type of this.eventTypes) {
-      stream.addEventListener(type, (message) => heard(message, { kind: "event", event: { type, id: Number(message.lastEventId), ...eventOf(message.data) } }));
+      stream.addEventListener(type, (message) => heard(message, { kind: "event", event: eventOf(type, message) }));
     }
   }
 
@@ -164,7 +164,9 @@ export class Live {
   }
 }
 
-function eventOf(text) {
-  const { time, ...data } = JSON.parse(text);
-  return { time, data };
+function eventOf(type, message) {
+  const { time, ...data } = JSON.parse(message.data);
+  // That events were missed has no id of its own: its place is after the last event before them.
+  const id = type === "missed" ? data.after + 0.5 : Number(message.lastEventId);
+  return { type, id, time, data };
 }

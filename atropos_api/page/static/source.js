@@ -13,7 +13,9 @@ export class Source {
   url(path, parameters = {}) {
     const url = new URL(path, this.base);
     for (const [name, value] of Object.entries(parameters)) {
-      if (value !== null && value !== undefined && value !== "") url.searchParams.set(name, value);
+      for (const one of [value].flat()) {
+        if (one !== null && one !== undefined && one !== "") url.searchParams.append(name, one);
+      }
     }
     return url;
   }

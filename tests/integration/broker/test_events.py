@@ -93,9 +93,12 @@ def test_a_watcher_that_comes_back_gets_what_it_missed_once(client, url):
 
 
 @pytest.mark.parametrize("last", ["1", "999999999999999999"])
-def test_a_watcher_that_comes_back_too_late_is_told(url, last):
+def test_a_watcher_that_comes_back_too_late_is_told_when_and_from_where_on(url, last):
     with watch(url, **{"Last-Event-ID": last}) as events:
-        assert until_status(events)[0]["event"] == "missed"
+        missed = until_status(events)[0]
+    data = json.loads(missed["data"])
+    assert (missed["event"], data["after"]) == ("missed", int(last))
+    assert abs(data["time"] - time.time()) < 60
 
 
 def test_the_ring_of_events_is_bounded_and_knows_what_it_forgot():

@@ -97,6 +97,17 @@ def test_a_silent_server_is_out_when_its_lease_ends_even_without_a_call(client, 
     assert (server.state, server.reason) == ("gone", "it did not renew its lease for 1 s")
 
 
+def test_a_server_that_took_long_to_load_is_out_in_time_too(client, pool):
+    client.renew_server("a", report(mode="fixed", ready=False))
+    time.sleep(1.2 * LEASE_SECONDS)
+    client.renew_server("a", report(mode="fixed"))
+    epoch = client.get_servers().epoch
+    started = time.monotonic()
+    found = client.get_servers(since=epoch, wait_seconds=5 * LEASE_SECONDS)
+    assert states(found) == {"a": "gone"}
+    assert time.monotonic() - started < 2 * LEASE_SECONDS
+
+
 def test_a_server_whose_renewal_waits_for_longer_than_the_lease_is_out(client, pool):
     """The lease counts from the call's arrival: a server has to renew again before it ends."""
     client.renew_server("a", report(mode="fixed"))

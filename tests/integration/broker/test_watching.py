@@ -83,6 +83,15 @@ def test_reported_steps_come_back_and_a_repeated_report_changes_nothing(client, 
     assert 0 <= client.status()["run"]["last_step_seconds"] < 60
 
 
+def test_a_metric_with_commas_in_its_name_is_shown_too(client, url):
+    run = client.begin_run(RUN)
+    report(url, run, [(1, {"reward/sum, mod 7": 0.25, "reward/mean": 0.5, "train/kl": 0.1})])
+    asked = {"names": "reward/mean,train/kl", "name": ["reward/sum, mod 7", "unknown"]}
+    found = get(url, f"/v1/runs/{run.run_id}/series", **asked)["series"]
+    assert found.keys() == {"reward/mean", "train/kl", "reward/sum, mod 7"}
+    assert found["reward/sum, mod 7"] == {"steps": [1], "values": [0.25]}
+
+
 def test_the_registered_servers_and_their_load_are_in_the_status_the_busiest_first(client):
     report = {"lease_id": "lease-0123", "boot_id": "b", "mode": "fixed", "port": 9001}
     for name, waiting in (("idle", 0), ("full", 7)):
@@ -173,15 +182,18 @@ def test_a_rollout_is_found_by_batch_group_and_token_also_after_its_commit(clien
     assert httpx.get(f"{url}{path}/batches/1/groups/0/samples/4").status_code == 422
 
 
-def test_what_the_trainer_says_of_tokens_is_shown_at_their_places(client, url):
+@pytest.mark.parametrize("number", [int, float])
+def test_what_the_trainer_says_of_tokens_is_shown_at_their_places(client, url, number):
+    """Some clients write every number as `1.0`."""
     run = begin_with_a_batch(client)
     values = {
-        "positions": [1, 2, 4],
+        "positions": [number(1), number(2), number(4)],
         "advantages": [0.5, 0.5, 0.5],
         "logprobs": [-0.1, None, -0.3],
         "entropies": [1, 2, 3],
     }
-    body = {"groups": [{"group": 1, "samples": [None, values, None, None]}], "texts": {"51": " is", "999": "x"}}
+    groups = [{"group": number(1), "samples": [None, values, None, None]}]
+    body = {"groups": groups, "texts": {"51": " is", "999": "x"}}
     answer = httpx.put(f"{url}/v1/runs/{run.run_id}/batches/1/tokens", json=body)
     assert answer.status_code == 204
     path = f"/v1/runs/{run.run_id}/batches/1/groups/1/samples"

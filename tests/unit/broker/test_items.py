@@ -1,5 +1,6 @@
 """Items of an environment's data are leased, come back when their process is followed by another, and are counted."""
 
+import msgspec
 import pytest
 
 from atropos_api.errors import ItemCallIsOver, UnknownEnvironment, UnknownRun
@@ -28,6 +29,12 @@ def outcomes_of(broker, env):
 def test_numbers_count_from_zero_and_each_is_leased_once(broker, env):
     assert lease(broker, env, 3) == [0, 1, 2]
     assert lease(broker, env, 2, call=2) == [3, 4]
+
+
+def test_a_process_may_call_for_days(broker, env):
+    """A fast task begins a hundred items a second, eight of them at a call: a million calls in a day."""
+    request = msgspec.json.decode(b'{"process": "first", "call": 100000000, "count": 1}', type=ItemRequest)
+    assert broker.inner.lease_items(env, request).items == [0]
 
 
 def test_a_repeated_call_gets_the_same_items_and_counts_nothing_twice(broker, env):
@@ -233,3 +240,16 @@ def test_a_group_that_is_meant_for_an_unknown_run_is_refused_whole(broker, env):
     assert broker.inner.state.queue.groups == 0
     broker.send(env, 1, 2, key="a")
     assert broker.inner.state.queue.groups == 2, "the key was not used up"
+
+
+def test_groups_of_an_earlier_run_that_are_lost_leave_the_counts_of_this_run_alone(broker, env):
+    broker.send(env, 1)
+    earlier = broker.info.run_id
+    broker.begin(name="next")
+    broker.send(env, 2, 3)
+    broker.batch(1)
+    broker.inner.commit(1)
+    broker.store[1].discard([row.body for row in broker.inner.state.left_over[earlier]])
+    broker.restart()
+    assert earlier not in broker.inner.state.left_over or not broker.inner.state.left_over[earlier]
+    assert outcomes_of(broker, env) == {"trained": 2}

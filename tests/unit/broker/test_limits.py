@@ -53,6 +53,16 @@ def test_require_versions_refuses_the_group_without_and_takes_its_neighbours(bro
         broker.send(broker.register(), 4)
 
 
+@pytest.mark.parametrize("broker", [{"max_queued_sequences": 4}], indirect=True)
+def test_a_group_of_no_registered_environment_is_counted_once_however_often_a_full_queue_refuses_it(broker):
+    broker.register_trainer(batch_size=4)
+    broker.legacy.take([broker.fields(1)])
+    for _ in range(3):
+        with pytest.raises(QueueFull):
+            broker.legacy.take([broker.fields(2)])
+    assert broker.counters.groups_unregistered_total == 1
+
+
 def train(broker, count, batch_size=4):
     env = broker.register()
     broker.begin(batch_size=batch_size)
@@ -60,6 +70,12 @@ def train(broker, count, batch_size=4):
     for number in range(1, count + 1):
         broker.batch(number)
     return broker.inner.commit(count)
+
+
+@pytest.mark.parametrize("broker", [{"recent_bytes": 0}, {"recent_bytes": 10}], indirect=True)
+def test_of_batches_that_are_not_kept_for_the_page_nothing_stays_in_memory(broker):
+    train(broker, 3)
+    assert list(broker.inner.recent) == []
 
 
 def test_committed_batches_are_gone(broker):
@@ -229,3 +245,11 @@ def test_a_run_may_be_stricter_than_the_operator_and_not_laxer(broker):
     broker.settings = type(broker.settings)(max_staleness=0)
     broker.restart()
     assert broker.room(env) == 8
+
+
+def test_any_number_of_ranks_may_share_a_batch(broker):
+    env = broker.register()
+    broker.begin()
+    broker.send(env, 1, 2)
+    shares = [broker.batch(1, rank=rank, world_size=10**18 - 1) for rank in (0, 1, 2, 10**18 - 2)]
+    assert shares == [[1], [2], [], []]

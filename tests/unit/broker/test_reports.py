@@ -77,6 +77,16 @@ def test_the_oldest_steps_and_the_oldest_runs_are_forgotten(monkeypatch):
     assert len(metrics._tables) <= 3
 
 
+def test_an_old_run_that_is_resumed_is_not_forgotten_for_newer_ones(monkeypatch):
+    monkeypatch.setattr(reports, "MOST_RUNS", 3)
+    ledger = MemoryLedger()
+    metrics = RunMetrics(ledger)
+    for run in ("b", "c", "d", "a", "a"):
+        metrics.take(run, [step(1)], known_runs=list("abcd"))
+    assert read(metrics, "a")[0].latest() == {"a": 1.0}
+    assert sorted(ledger.metric_names()) == ["a", "c", "d"]
+
+
 def test_a_run_has_a_bounded_number_of_names(monkeypatch):
     monkeypatch.setattr(reports, "MOST_NAMES", 3)
     metrics = RunMetrics(MemoryLedger())

@@ -32,6 +32,14 @@ def test_a_module_is_short_and_sets_texts_as_texts(path):
     assert re.findall(r"https?://", text) == []
 
 
+def test_what_an_address_names_leads_to_no_other_call_of_the_broker():
+    """A page of another site may send its reader to any `/#/view=group&batch=../../../../reset_data`."""
+    for path in MODULES:
+        for call in re.findall(r"`(v1/[^`]*)`", path.read_text()):
+            parts = re.findall(r"\$\{(.*?)\}", call)
+            assert all(re.fullmatch(r"(encodeURIComponent|Number)\([\w.]+\)", part) for part in parts), call
+
+
 def test_the_modules_together_stay_small():
     assert sum(path.read_text().count("\n") for path in MODULES) <= 2200
 

@@ -97,6 +97,23 @@ def test_where_nothing_says_what_was_forced_all_is_looked_at(tmp_path, mark):
     again.close()
 
 
+def test_what_replaces_forced_segments_that_were_deleted_is_not_called_forced(tmp_path):
+    written(tmp_path, synced=5)
+    emptied = SegmentLog(tmp_path, syncs=True)
+    assert emptied.adopt([]) == []
+    emptied.sync()
+    emptied.sweep()
+    emptied.close()
+    assert not list(tmp_path.glob("*.log"))
+    log = SegmentLog(tmp_path, syncs=True)
+    refs = log.append([b"new" * 200])
+    log.close()
+    damage(tmp_path, refs[0])
+    again = SegmentLog(tmp_path, syncs=True)
+    assert again.adopt(refs) == refs
+    again.close()
+
+
 def test_what_was_never_looked_at_is_not_called_forced(tmp_path):
     refs = written(tmp_path, synced=-1)
     damage(tmp_path, refs[0])

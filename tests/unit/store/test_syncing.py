@@ -77,6 +77,21 @@ def test_how_often_data_is_forced_to_the_disk(tmp_path, monkeypatch, fsync, most
     assert disk.calls <= most
 
 
+def test_an_orderly_stop_forces_the_last_second_to_the_disk_too(tmp_path, monkeypatch):
+    disk = Disk(monkeypatch)
+    ledger, bodies = open_directory(tmp_path / "store", fsync="interval", fresh=False)
+    broker = Broker(ledger, bodies)
+    register(broker)
+    for ident in range(3):
+        broker.submit(0, [checked(ident)])
+    broker.close()
+    disk.cut_power(tmp_path / "store", tmp_path / "after", keep=None)
+    ledger, bodies = open_directory(tmp_path / "after", fsync="interval", fresh=False)
+    broker = Broker(ledger, bodies)
+    assert broker.state.queue.groups == 3
+    broker.close()
+
+
 @pytest.mark.anyio
 async def test_always_answers_only_what_is_on_the_disk_many_answers_at_a_time(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, delay=0.01)

@@ -10,6 +10,7 @@ from atropos_api.common.errors import AtroposError
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import StoreDamaged
 from atropos_api.store.factory import open_store
+from atropos_api.store.redis_session import RedisSession, connect
 
 
 def occupied(path, name, *, folder=False):
@@ -50,13 +51,43 @@ def test_what_is_no_place_at_all_is_refused_before_anything_is_made(place):
         BrokerConfig(store=place)
 
 
-@pytest.mark.parametrize("place", ["redis://[::1/0", "rediss://user:pa@55word@[::1/0", "redis://host:99999/0"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "redis://[::1/0",
+        "rediss://user:pa@55word@[::1/0",
+        "redis://[::1/0?password=55word",
+        "redis://host:99999/0",
+        "redis://host/0?pasword=55word",
+        "redis://host/0?password=55word&socket_timeout=soon",
+    ],
+)
 def test_a_malformed_address_of_a_redis_is_one_line_without_its_password(place):
     pytest.importorskip("redis")
     with pytest.raises(AtroposError, match="write redis://host:port/database") as caught:
         open_store(place)
     assert "\n" not in str(caught.value)
     assert "55word" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["redis://host/name", "redis://user:55word@host/1/2", "redis://host/-1"])
+def test_a_database_of_a_redis_that_is_no_number_is_not_taken_for_another_one(place):
+    pytest.importorskip("redis")
+    with pytest.raises(AtroposError, match="the database is a number; write redis://host:port/database") as caught:
+        open_store(place)
+    assert "55word" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["redis://host", "redis://host/", "rediss://host:6380/3", "redis:///?db=2"])
+def test_the_database_of_a_redis_may_be_left_out(place):
+    pytest.importorskip("redis")
+    connect(place, timeout_seconds=1.0).close()
+
+
+@pytest.mark.parametrize("place", ["redis://user:55word@host:1/0", "redis://host:1/0?password=55word"])
+def test_a_redis_is_named_without_its_password(place):
+    pytest.importorskip("redis")
+    assert RedisSession(place, lease_seconds=1.0).place == "redis://host:1/0"
 
 
 def damage_rows(place):
