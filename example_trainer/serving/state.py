@@ -163,6 +163,7 @@ class ServerState:
             await asyncio.to_thread(check_replacement, path, self.checkpoint_shapes)
         except CheckpointUnreadable as error:
             raise Problem(422, "bad-checkpoint", str(error)) from error
+        self.check_awake()  # again: it may have been sent to sleep during the download
         begun = await self.fence.begin(lease_seconds=_RELOAD_SECONDS, drain_seconds=drain_seconds, in_flight="drain")
         publish_id = str(begun["publish_id"])
         try:
@@ -173,13 +174,27 @@ class ServerState:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            await self.engine.call_worker("atropos_reload", path)
+            await self._read(path, publish_id)
         except EngineDeadError:
             raise
         except Exception as error:
             await self.fence.abort(publish_id)
             raise Problem(422, "bad-checkpoint", f"vLLM cannot read {path} into the model: {error}") from error
         return await self.fence.end(publish_id, version)
+
+    async def _read(self, path: str, publish_id: str) -> None:
+        """Read a checkpoint into the model; the publish's lease is renewed meanwhile, because a slow disk takes longer.
+
+        A lease that ran out left the weights torn, though the checkpoint had been read whole.
+        """
+        reading = asyncio.ensure_future(self.engine.call_worker("atropos_reload", path))
+        try:
+            while not reading.done():
+                self.fence.renew(publish_id)
+                await asyncio.wait({reading}, timeout=_RELOAD_SECONDS / 3)
+        finally:
+            reading.cancel()
+        reading.result()
 
     def check_ready(self) -> None:
         """Raise the refusal of a request for tokens that came now, if there is one."""
