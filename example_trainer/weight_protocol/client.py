@@ -84,7 +84,7 @@ _QUICK_SECONDS = 5.0
 _PAUSES_SECONDS = (0.1, 0.4, 1.0)
 _RECOVERING_STATUSES = frozenset({500, 503})
 """Statuses of a server that may recover within the same publish."""
-_SLOW_SECONDS = 600.0  # a fence that waits for requests to finish, a probe on a slow machine
+_SLOW_SECONDS = 600.0  # a broadcast of a large model, a probe on a slow machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,10 +167,19 @@ class ServerClient:
             return False
         return answer.status_code in {httpx.codes.OK, httpx.codes.SERVICE_UNAVAILABLE}
 
-    def begin_publish(self, publish_id: str, *, lease_seconds: float, drain_seconds: float, in_flight: str) -> Fence:
+    def begin_publish(
+        self,
+        publish_id: str,
+        *,
+        lease_seconds: float,
+        drain_seconds: float,
+        in_flight: str,
+        timeout_seconds: float | None = None,
+    ) -> Fence:
         """Make the server pause for the publish with this id; a repeated call is the same publish."""
         body = {"publish_id": publish_id, "lease_seconds": lease_seconds, "drain_seconds": drain_seconds}
-        answer = self._repeated("POST", "/bridge/publish/begin", body | {"in_flight": in_flight})
+        body |= {"in_flight": in_flight}
+        answer = self._repeated("POST", "/bridge/publish/begin", body, timeout_seconds=timeout_seconds)
         return Fence(
             publish_id=publish_id,
             paused_requests=int(answer.get("paused_requests", 0)),

@@ -62,7 +62,7 @@ class BroadcastBridge(WeightBridge):
         self._members: list[Member] = []
         self._policy: Policy | None = None
         self._calls = MemberCalls(len(config.server_urls))
-        self._exchange = BroadcastExchange(config, self._calls, lease_seconds=lease_seconds)
+        self._exchange = BroadcastExchange(config, self._calls, lease_seconds=lease_seconds, should_stop=should_stop)
         self._budget = SyncBudget.from_config(config)
         self._check = ParityCheck(every=config.sync_check_every)
         self._has_published = False

@@ -33,9 +33,9 @@ TO_SEVERAL_SERVERS: Mapping[BridgeMode, MakeBridge] = MappingProxyType(
 
 
 DELIVERIES: Mapping[BridgeMode, Callable[[TrainingOptions, MemberCalls], WeightDelivery]] = MappingProxyType(
-    {"shared_vllm": BroadcastDelivery, "lora_only": AdapterDelivery, "none": CheckpointDelivery}
+    {"lora_only": AdapterDelivery, "none": CheckpointDelivery}
 )
-"""The way in which weights reach the servers of `--registered-servers`."""
+"""The way in which weights reach the servers of `--registered-servers`, if they are not broadcast."""
 
 
 def make_bridge(
@@ -52,8 +52,9 @@ def make_bridge(
     if config.registered_servers:
         assert registry is not None, "--registered-servers needs the broker's registry"
         calls = MemberCalls()
-        if config.broadcasts and make_source is not None:
-            delivery: WeightDelivery = BroadcastDelivery(config, calls, make_source)
+        if config.broadcasts:
+            source = make_source or WeightSource
+            delivery: WeightDelivery = BroadcastDelivery(config, calls, source, should_stop=should_stop)
         else:
             delivery = DELIVERIES[config.weight_bridge_mode](config, calls)
         return RegisteredBridge(config, registry, delivery, calls, should_stop=should_stop)

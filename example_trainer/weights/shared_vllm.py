@@ -173,6 +173,7 @@ class SharedVllmBridge(WeightBridge):
             lease_seconds=self._lease_seconds,
             drain_seconds=self._config.drain_seconds,
             in_flight=self._config.in_flight,
+            should_stop=self._should_stop,
         )
 
     def _begin_write(self) -> _AttachedPublish:

@@ -11,9 +11,10 @@ from atropos_api.wire import ServerSet
 from example_trainer.distributed.rank0_proxy import RankedBridge
 from example_trainer.distributed.ranks import Ranks, decode, encode
 from example_trainer.errors import ServerUnavailable, WaitStopped
-from example_trainer.weights import restart
+from example_trainer.weights import publish_loop, restart
 from example_trainer.weights.factory import make_bridge
 from example_trainer.weights.members import Member
+from example_trainer.weights.publish_loop import OpenPublish
 from example_trainer.weights.testing import config_of
 
 NOWHERE = "http://127.0.0.1:9"
@@ -94,3 +95,56 @@ def test_every_rank_is_told_that_rank_0_has_stopped_waiting_and_goes_on(by_bucke
         bridge._source = SimpleNamespace() if by_bucket and inner is None else None
         with pytest.raises(WaitStopped, match="told to stop"):
             bridge.publish(2)
+
+
+class DrainingServer:
+    """A server whose running requests end after a number of calls that have timed out."""
+
+    url = NOWHERE
+
+    def __init__(self, calls):
+        self.left, self.begun, self.aborted = calls, set(), []
+
+    def lease(self, *_):
+        return nullcontext()
+
+    def begin_publish(self, publish_id, **_):
+        self.begun.add(publish_id)
+        if self.left:
+            self.left -= 1
+            raise ServerUnavailable("timed out")
+        return "a fence"
+
+    def abort_publish(self, publish_id, **_):
+        self.aborted.append(publish_id)
+
+    def info(self):
+        return SimpleNamespace()
+
+
+def open_publish(server, **settings):
+    return OpenPublish(server, lease_seconds=30.0, drain_seconds=0.5, **settings)
+
+
+def test_finish_lets_requests_run_for_longer_than_a_call_may_take(monkeypatch):
+    """After ten minutes the publish was given up, and after the fourth time the run ended."""
+    monkeypatch.setattr(publish_loop, "_LOOK_SECONDS", 0.0)
+    server = DrainingServer(3)
+    assert open_publish(server, in_flight="finish").fence == "a fence"
+    assert (len(server.begun), server.aborted) == (1, [])
+    with pytest.raises(ServerUnavailable):
+        open_publish(DrainingServer(1), in_flight="drain")
+
+
+def test_a_fence_that_waits_for_requests_to_end_is_given_up_at_a_stop(monkeypatch):
+    monkeypatch.setattr(publish_loop, "_LOOK_SECONDS", 0.0)
+    server, told = DrainingServer(9), iter([False, True])
+    with pytest.raises(WaitStopped, match="lets its running requests end"):
+        open_publish(server, in_flight="finish", should_stop=lambda: next(told))
+    assert set(server.aborted) == server.begun
+
+
+def test_a_server_that_is_gone_is_not_waited_for_under_finish():
+    server = DrainingServer(1)
+    with pytest.raises(ServerUnavailable):
+        open_publish(server, in_flight="finish")
