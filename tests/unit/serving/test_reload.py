@@ -6,6 +6,8 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from example_trainer.serving import state as server_state
 from example_trainer.serving.config import ServerConfig
@@ -24,12 +26,13 @@ class ReadingEngine:
     """An engine with the calls that a reload and sleep need; it reads a checkpoint for `seconds`."""
 
     def __init__(self):
-        self.read, self.seconds, self.async_llm = [], 0.0, self
+        self.read, self.seconds, self.missed, self.async_llm = [], 0.0, [], self
 
-    async def call_worker(self, method, path):
+    async def call_workers(self, method, path):
         assert method == "atropos_reload"
         self.read.append(path)
         await asyncio.sleep(self.seconds)
+        return [{"missed": []}, {"missed": self.missed}]
 
     async def sleep(self, level, *, mode):
         del level, mode
@@ -75,3 +78,16 @@ async def test_a_server_that_is_sent_to_sleep_during_a_download_reads_nothing(st
     with pytest.raises(Problem) as caught:
         await state.reload(str(tmp_path / "elsewhere"), 2, drain_seconds=0.0, source=source)
     assert (caught.value.kind, state.engine.read) == ("asleep", [])
+
+
+@pytest.mark.parametrize(("held", "is_served"), [(["a"], False), (["a", "b"], True)], ids=["a part", "all"])
+async def test_no_version_is_served_of_which_a_part_comes_from_the_version_before(state, tmp_path, held, is_served):
+    """VLLM leaves the parameters that a checkpoint lacks as they are, for instance while it is still being copied."""
+    save_file({name: torch.zeros(1) for name in held}, tmp_path / "model.safetensors")
+    state.checkpoint_shapes, state.engine.missed = {"a": (1,), "b": (1,)}, ["b"]
+    if is_served:  # what vLLM calls its parameters need not be what a checkpoint that has all tensors calls them
+        await state.reload(str(tmp_path), 2, drain_seconds=0.0)
+    else:
+        with pytest.raises(Problem, match="1 of the model's parameters are not in it: b"):
+            await state.reload(str(tmp_path), 2, drain_seconds=0.0)
+    assert (state.fence.policy_version, state.fence.torn) == ((2, False) if is_served else (None, True))
