@@ -73,8 +73,13 @@ class SharedWeightsWorker(AdapterWorker, BroadcastWorker):
 
         A quantised model has parameters that no checkpoint holds, so nothing is said of one.
         """
-        with noting_missed(self.model_runner.get_model()) as missed:
-            self.reload_weights(weights_path=path)
+        model = self.model_runner.get_model()
+        try:
+            with noting_missed(model) as missed:
+                self.reload_weights(weights_path=path)
+        except BaseException:
+            patches.end_broken_reload(model)
+            raise
         return json.dumps({"missed": missed if self.model_runner.model_config.quantization is None else []})
 
     def atropos_share(self, boot_id: str, model: str, revision: str | None) -> str:

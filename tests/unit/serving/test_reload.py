@@ -14,6 +14,7 @@ from example_trainer.serving.config import ServerConfig
 from example_trainer.serving.fence import Fence
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.state import ServerState
+from example_trainer.serving.vllm.patches import end_broken_reload
 from example_trainer.weight_protocol.checkpoint_files import CheckpointFile, CheckpointSource
 
 pytestmark = [
@@ -91,3 +92,47 @@ async def test_no_version_is_served_of_which_a_part_comes_from_the_version_befor
         with pytest.raises(Problem, match="1 of the model's parameters are not in it: b"):
             await state.reload(str(tmp_path), 2, drain_seconds=0.0)
     assert (state.fence.policy_version, state.fence.torn) == ((2, False) if is_served else (None, True))
+
+
+class FusedLayer(torch.nn.Module):
+    """A layer with three tensors of a checkpoint in one parameter, as vLLM has q, k and v."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.qkv.weight_loader = self.load
+
+    def load(self, param, weight, part):
+        param.data.narrow(0, part, 1).copy_(weight)
+
+
+class FusedModel(torch.nn.Module):
+    """A model that vLLM reloads."""
+
+    def __init__(self):
+        super().__init__()
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        self.layer, self._vllm = FusedLayer(), layerwise
+        layerwise.record_metadata_for_reloading(self)
+
+    def reload(self, *weights):
+        self._vllm.initialize_layerwise_reload(self)
+        parameter = dict(self.named_parameters())["layer.qkv"]
+        for part, weight in enumerate(weights):
+            parameter.weight_loader(parameter, torch.tensor([weight]), part)
+        if len(weights) < 3:
+            raise OSError("the disk is gone")
+        self._vllm.finalize_layerwise_reload(self, SimpleNamespace(dtype=torch.float32))
+
+
+def test_after_a_reload_that_broke_off_the_next_one_is_whole():
+    """VLLM counted what had arrived before: the last part of a fused parameter was then dropped."""
+    model = FusedModel()
+    model.reload(1.0, 2.0, 3.0)
+    with pytest.raises(OSError, match="the disk is gone"):
+        model.reload(4.0)
+    end_broken_reload(model)
+    assert model.layer.qkv.tolist() == [1.0, 2.0, 3.0]
+    model.reload(7.0, 8.0, 9.0)
+    assert model.layer.qkv.tolist() == [7.0, 8.0, 9.0]
