@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,8 @@ from example_trainer.errors import PublishFailed, WaitStopped
 from example_trainer.state import Phases, Progress
 from example_trainer.step import post_step as module
 from example_trainer.step.post_step import PostStep
+from example_trainer.trainers import Trainer
+from example_trainer.training import Gradients, Learner
 
 
 class Calls:
@@ -82,3 +85,23 @@ def test_a_publish_that_fails_ends_the_run(make):
     with pytest.raises(PublishFailed):
         post_step.start(1)
     assert made == [("publish", 1)]
+
+
+@contextmanager
+def waited_for_in_vain():
+    raise WaitStopped("told to stop")
+    yield
+
+
+def test_an_update_that_waits_for_the_server_until_a_stop_has_changed_nothing():
+    """Without masters the fence is set before the first weight changes: there a stop ends the run like any other."""
+    learner = Learner.__new__(Learner)
+    learner.policy, learner.updates = SimpleNamespace(changing=waited_for_in_vain), 3
+    with pytest.raises(WaitStopped):
+        learner.apply(Gradients(torch.zeros(1), torch.zeros(1), norm=1.0))
+    assert learner.updates == 3
+    trainer = Trainer.__new__(Trainer)
+    trainer.config, trainer.progress = SimpleNamespace(training_steps=5), Progress(step=1)
+    trainer._make_feed = lambda: SimpleNamespace(close=lambda: None)
+    trainer._step = lambda *_: waited_for_in_vain().__enter__()
+    assert trainer._train() is False
