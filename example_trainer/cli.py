@@ -218,8 +218,8 @@ def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks, logs
         torch.set_num_threads(config.torch_threads)
     torch.manual_seed(config.seed)
     ranks.on_main(lambda: record_config(config))
-    bridge = _bridge(config, ranks, session)
     stop = StopFlag()
+    bridge = _bridge(config, ranks, session, should_stop=stop.is_set)
     tracing = open_tracing(config.otlp_traces_endpoint if ranks.is_main else None, service="atropos-trainer")
     try:
         with closing(tracing), stop.listening():
@@ -252,15 +252,20 @@ def ranked_session(config: TrainingConfig, client: BrokerClient, ranks: Ranks) -
     return RankedSession(client, ranks, all_see_whole=config.advantage_norm == "batch")
 
 
-def _bridge(config: TrainingConfig, ranks: Ranks, session: BrokerSession) -> WeightBridge:
+def _bridge(
+    config: TrainingConfig, ranks: Ranks, session: BrokerSession, *, should_stop: Callable[[], bool]
+) -> WeightBridge:
     from example_trainer.modeling.loading import policy_options
     from example_trainer.weights.factory import make_bridge
 
     if ranks.world_size == 1:
-        return make_bridge(config, registry=session)
+        return make_bridge(config, registry=session, should_stop=should_stop)
     from example_trainer.distributed.rank0_proxy import CollectiveWeightSource, RankedBridge
 
-    own = make_bridge(config, partial(CollectiveWeightSource, ranks), registry=session) if ranks.is_main else None
+    own: WeightBridge | None = None
+    if ranks.is_main:
+        source = partial(CollectiveWeightSource, ranks)
+        own = make_bridge(config, source, registry=session, should_stop=should_stop)
     return RankedBridge(own, policy_options(config), ranks, by_bucket=config.broadcasts)
 
 

@@ -105,6 +105,10 @@ class WaitTimedOut(TrainerError):
     """Something that the trainer waited for did not happen within `--wait-timeout`."""
 
 
+class WaitStopped(TrainerError):
+    """The trainer was told to stop while it waited for a vLLM server."""
+
+
 class ServerRefused(TrainerError):
     """The vLLM server answered a bridge request with an error."""
 

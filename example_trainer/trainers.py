@@ -37,6 +37,7 @@ from example_trainer.checkpointing import (
 )
 from example_trainer.data import report_logprobs
 from example_trainer.distributed.ranks import Ranks
+from example_trainer.errors import WaitStopped
 from example_trainer.monitoring.broker_reports import RunReporter
 from example_trainer.monitoring.health import ANY_SIGN, HealthEvent, HealthMonitor, parse_limits
 from example_trainer.monitoring.trackers import METRICS_FILE, ROLLOUTS, RunTrackers, Tracker, TrackerSet, last_line
@@ -177,7 +178,7 @@ class Trainer:
         feed = self._make_feed()
         try:
             return all(self._step(step, feed) for step in range(self.progress.step + 1, self.config.training_steps + 1))
-        except StopRequestedError:
+        except (StopRequestedError, WaitStopped):
             return False
         finally:
             feed.close()

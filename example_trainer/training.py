@@ -205,11 +205,11 @@ class Learner:
             self._leave_out(gradients)
             return
         self._nonfinite_in_a_row = 0
-        if self.loss_scale is not None:
-            self.loss_scale.stepped()
-        self.updates += 1
-        set_lr(self.optimizer, self.learning_rate.at(self.updates))
-        with self.policy.changing():
+        with self.policy.changing():  # a stop may end the wait for the server, and nothing may have changed then
+            if self.loss_scale is not None:
+                self.loss_scale.stepped()
+            self.updates += 1
+            set_lr(self.optimizer, self.learning_rate.at(self.updates))
             self.optimizer.step()
         gradients.moved = True
 

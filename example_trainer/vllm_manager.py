@@ -49,7 +49,7 @@ from example_trainer.processes.ports import (
 )
 from example_trainer.processes.program_log import last_lines, reason
 from example_trainer.processes.tree import wait_until
-from example_trainer.weight_protocol.client import NotYet, ServerClient, ServerInfo, wait_for
+from example_trainer.weight_protocol.client import NotYet, ServerClient, ServerInfo, ShouldStop, never, wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +116,10 @@ class Replacement:
 class VllmManager:
     """The manager of one run's vLLM server: it starts, replaces and stops the server."""
 
-    def __init__(self, options: VllmOptions) -> None:
+    def __init__(self, options: VllmOptions, *, should_stop: ShouldStop = never) -> None:
+        """Keep the arguments; no wait for a server goes on once `should_stop`."""
         self._options = options
+        self._should_stop = should_stop
         self._server: ServerProcess | None = None
         self._command: list[str] = []
         """The command line of the server, or of the newest one."""
@@ -307,7 +309,8 @@ class VllmManager:
             return poll()
 
         what = "vLLM to start" if version is None else f"vLLM to serve version {version}"
-        return wait_for(poll_living, what=what, timeout_seconds=self._options.ready_timeout_seconds)
+        limit_seconds = self._options.ready_timeout_seconds
+        return wait_for(poll_living, what=what, timeout_seconds=limit_seconds, should_stop=self._should_stop)
 
     def _spawn(self, command: list[str], sockets: Mapping[str, socket.socket]) -> subprocess.Popen[bytes]:
         environment = {"ATROPOS_BRIDGE_TOKEN": self.token, INHERITED_SOCKETS: as_inherited(sockets)}

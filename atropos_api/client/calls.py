@@ -284,7 +284,15 @@ class Calls:
 
 
 def _answer(kind: type[AnswerT]) -> Callable[[httpx.Response], AnswerT]:
-    return lambda response: msgspec.json.decode(response.content, type=kind)
+    def read(response: httpx.Response) -> AnswerT:
+        try:
+            return msgspec.json.decode(response.content, type=kind)
+        except msgspec.DecodeError as error:  # a proxy's page, while the broker behind it restarts
+            raise BrokerUnreachable(
+                f"{response.url} answers with something else than a broker does ({error}); is the address the broker's?"
+            ) from error
+
+    return read
 
 
 def _no_answer(_: httpx.Response) -> None:

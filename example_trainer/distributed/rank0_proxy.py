@@ -26,7 +26,7 @@ from atropos_api.client import BrokerClient
 from atropos_api.wire import Batch, RunInfo, RunRequest
 from example_trainer.api import LONG_POLL_SECONDS, BrokerSession
 from example_trainer.distributed.ranks import Ranks
-from example_trainer.errors import RanksFailed
+from example_trainer.errors import RanksFailed, WaitStopped
 from example_trainer.modeling.policy import Policy
 from example_trainer.weight_protocol.buckets import BUCKET_BYTES
 from example_trainer.weights.base import PublishReport, WeightBridge
@@ -123,7 +123,7 @@ class RankedBridge(WeightBridge):
         if self._by_bucket:
             return publish_on_rank0(self._ranks, self._main, version)
         with self._policy.gathered():
-            return PublishReport(**self._call_main(lambda bridge: asdict(bridge.publish(version))))
+            return _read_outcome(self._call_main(lambda bridge: _outcome(bridge, version)))
 
     def highest_version(self) -> int:
         return self._call_main(lambda bridge: bridge.highest_version())
@@ -168,8 +168,8 @@ class CollectiveWeightSource(WeightSource):
 
 def publish_on_rank0(ranks: Ranks, bridge: WeightBridge, version: int) -> PublishReport:
     """Publish on rank 0, whose bridge reads a `CollectiveWeightSource`; send the other ranks its outcome."""
-    _, report = ranks.on_main(lambda: (_END, asdict(bridge.publish(version))))
-    return PublishReport(**report)
+    _, outcome = ranks.on_main(lambda: (_END, _outcome(bridge, version)))
+    return _read_outcome(outcome)
 
 
 def join_publish(ranks: Ranks, source: WeightSource) -> PublishReport:
@@ -183,7 +183,24 @@ def join_publish(ranks: Ranks, source: WeightSource) -> PublishReport:
             samples, limit = value
             source.compare(samples, None if limit is None else Difference(**limit))
         else:
-            return PublishReport(**value)
+            return _read_outcome(value)
+
+
+def _outcome(bridge: WeightBridge, version: int) -> dict[str, Any] | str:
+    """Publish; return the report's fields, or the reason why the publish ended without one when the run is stopped.
+
+    That is no failure: every rank goes on, and takes part in the checkpoint.
+    """
+    try:
+        return asdict(bridge.publish(version))
+    except WaitStopped as stopped:
+        return str(stopped)
+
+
+def _read_outcome(outcome: dict[str, Any] | str) -> PublishReport:
+    if isinstance(outcome, str):
+        raise WaitStopped(outcome)
+    return PublishReport(**outcome)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from example_trainer.serving.problems import Problem
 
@@ -49,7 +50,9 @@ class AdmissionGate:
     def check(self) -> None:
         """Raise the refusal, if there is one. A gate that is closed for a moment refuses no request."""
         if self._refusal is not None:
-            raise self._refusal
+            # An exception keeps the frames of all who have raised it: one that was raised to each held the prompts of
+            # all requests refused so far, which are many while clients ask again until the first publish.
+            raise replace(self._refusal)
 
     def leave(self) -> None:
         self.request_seconds()

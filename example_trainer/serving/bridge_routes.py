@@ -66,7 +66,7 @@ class Reload(Body):
 
 
 def require_awake(state: State) -> None:
-    """Refuse a call that reads or writes weights while these are not in memory: it would end the engine."""
+    """Refuse a call that uses weights, or has them used, while these are not in memory: it would end the engine."""
     state.check_awake()
 
 
@@ -168,7 +168,7 @@ def _add_switches(router: APIRouter) -> None:
         await state.fence.hold()
         return {"is_paused": state.fence.paused}
 
-    @router.post("/resume", dependencies=_GUARDED)
+    @router.post("/resume", dependencies=_CHANGES_WEIGHTS)
     async def resume(state: State) -> dict[str, bool]:
         await state.fence.release()
         return {"is_paused": state.fence.paused}

@@ -60,7 +60,10 @@ def complete_characters(tokenizer: Any, tokens: list[int]) -> list[int]:
 
 
 def check_prompt(tokens: Sequence[int], vocabulary: int) -> None:
-    """Refuse tokens that the model does not have: a vLLM without a tokenizer accepts them, and its engine ends."""
+    """Refuse tokens that the model does not have: vLLM accepts all of its tokenizer's, and any without a tokenizer.
+
+    The engine ends at a token for which there is no embedding.
+    """
     from vllm.exceptions import VLLMValidationError
 
     for token in tokens:
@@ -306,7 +309,9 @@ class EngineAdapter:
 
         processor = self.async_llm.input_processor
         process = processor.process_inputs
-        vocabulary = self.async_llm.model_config.get_vocab_size()
+        vocabulary, tokenizer = self.async_llm.model_config.get_vocab_size(), self.async_llm.tokenizer
+        # A tokenizer may have more tokens than the model: often one that was added for padding.
+        vllm_accepts_more = tokenizer is None or tokenizer.max_token_id >= vocabulary
 
         def admit(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -316,7 +321,7 @@ class EngineAdapter:
                     f"the request has a value that is neither text nor number: {error}"
                 ) from error
             check_id(request.request_id)
-            if self.async_llm.tokenizer is None:
+            if vllm_accepts_more and not request.mm_features:  # an image's tokens need no embeddings
                 check_prompt(request.prompt_token_ids or [], vocabulary)
             if request.sampling_params is not None:
                 check_sampling(request.sampling_params, vocabulary)

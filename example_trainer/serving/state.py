@@ -160,9 +160,10 @@ class ServerState:
 
     async def _reload(self, path: str, version: PolicyVersion, drain_seconds: float) -> dict[str, float]:
         try:
-            await asyncio.to_thread(check_replacement, path, self.checkpoint_shapes)
+            has_all = await asyncio.to_thread(check_replacement, path, self.checkpoint_shapes)
         except CheckpointUnreadable as error:
             raise Problem(422, "bad-checkpoint", str(error)) from error
+        self.check_awake()  # again: it may have been sent to sleep during the download
         begun = await self.fence.begin(lease_seconds=_RELOAD_SECONDS, drain_seconds=drain_seconds, in_flight="drain")
         publish_id = str(begun["publish_id"])
         try:
@@ -173,13 +174,31 @@ class ServerState:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            await self.engine.call_worker("atropos_reload", path)
+            await self._read(path, publish_id, has_all=has_all)
         except EngineDeadError:
             raise
         except Exception as error:
             await self.fence.abort(publish_id)
             raise Problem(422, "bad-checkpoint", f"vLLM cannot read {path} into the model: {error}") from error
         return await self.fence.end(publish_id, version)
+
+    async def _read(self, path: str, publish_id: str, *, has_all: bool) -> None:
+        """Read a checkpoint into the model; raise `CheckpointUnreadable` if it lacks some of the weights.
+
+        vLLM leaves those as they are, and they would be served as weights of the new version. The publish's lease is
+        renewed meanwhile, because a slow disk takes longer: a lease that ran out left the weights torn, though the
+        checkpoint had been read whole.
+        """
+        reading = asyncio.ensure_future(self.engine.call_workers("atropos_reload", path))
+        try:
+            while not reading.done():
+                self.fence.renew(publish_id)
+                await asyncio.wait({reading}, timeout=_RELOAD_SECONDS / 3)
+        finally:
+            reading.cancel()
+        missed = [name for each in reading.result() for name in each["missed"]]
+        if missed and not has_all:
+            raise CheckpointUnreadable(f"{len(missed)} of the model's parameters are not in it: {missed[0]}, ...")
 
     def check_ready(self) -> None:
         """Raise the refusal of a request for tokens that came now, if there is one."""

@@ -20,6 +20,7 @@ from atropos_api.common.secrets import public_settings
 from atropos_api.common.tracing import Span, current_span
 from example_trainer.api import BackgroundCall, BrokerSession
 from example_trainer.checkpointing import note_begun, remembered
+from example_trainer.errors import WaitStopped
 from example_trainer.modeling.side_streams import SideStream
 from example_trainer.state import ObjectiveState, Phases, Progress, RandomState, TrainerState, random_state
 from example_trainer.step.save import save_from_all_ranks
@@ -210,8 +211,14 @@ class PostStep:
 
     def _publish_taken(self) -> None:
         version = self._progress.version
-        with self._phases.during("publish"):
-            self.report = self._bridge.publish(version)
+        try:
+            with self._phases.during("publish"):
+                self.report = self._bridge.publish(version)
+        except WaitStopped as stopped:
+            # The server may be gone for good, and the time until this process is killed is needed for the checkpoint.
+            # A run that goes on from that publishes its weights.
+            logger.warning("version %d is not published: %s", version, stopped)
+            return
         self._session.announce_policy(version, self._progress.step, self.report.policy_name, self.report.servers)
 
     def _commit(self, step: int) -> None:

@@ -1,7 +1,8 @@
 """The trainer's client for the inference server's routes (`/bridge/*`, `/lora/*`, `/generate`), as plain calls.
 
 `wait_for` polls for something that another process provides, with a log line every ten seconds and an error at the
-timeout. A reason that has not changed is not logged a second time, because some reasons list every place searched.
+timeout, or as soon as the trainer is told to stop. A reason that has not changed is not logged a second time, because
+some reasons list every place searched.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 
 from atropos_api.common.concurrency import Wait
-from example_trainer.errors import ServerRefused, ServerUnavailable, WaitTimedOut
+from example_trainer.errors import ServerRefused, ServerUnavailable, WaitStopped, WaitTimedOut
 
 if TYPE_CHECKING:
     from example_trainer.weight_protocol.broadcast_group import Rendezvous
@@ -38,14 +39,25 @@ class NotYet(Exception):
     """Raised by a polled function, with the reason why it has no result yet."""
 
 
-def wait_for(poll: Callable[[], T], *, what: str, timeout_seconds: float) -> T:
-    """Call `poll` until it returns instead of raising `NotYet`."""
+ShouldStop = Callable[[], bool]
+"""A function that returns True once the trainer has been told to stop."""
+
+
+def never() -> bool:
+    """Return False: the wait ends by itself."""
+    return False
+
+
+def wait_for(poll: Callable[[], T], *, what: str, timeout_seconds: float, should_stop: ShouldStop = never) -> T:
+    """Call `poll` until it returns instead of raising `NotYet`; raise `WaitStopped` once `should_stop`."""
     wait = Wait(timeout_seconds)
     last_reason = ""
     while True:
         try:
             return poll()
         except NotYet as reason:
+            if should_stop():
+                raise WaitStopped(f"told to stop while waiting for {what}: {reason}") from reason
             if wait.is_over:
                 raise WaitTimedOut(
                     f"waited {timeout_seconds:.0f} s for {what}: {reason} (--wait-timeout sets the limit)"
@@ -72,7 +84,7 @@ _QUICK_SECONDS = 5.0
 _PAUSES_SECONDS = (0.1, 0.4, 1.0)
 _RECOVERING_STATUSES = frozenset({500, 503})
 """Statuses of a server that may recover within the same publish."""
-_SLOW_SECONDS = 600.0  # a fence that waits for requests to finish, a probe on a slow machine
+_SLOW_SECONDS = 600.0  # a broadcast of a large model, a probe on a slow machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,10 +167,19 @@ class ServerClient:
             return False
         return answer.status_code in {httpx.codes.OK, httpx.codes.SERVICE_UNAVAILABLE}
 
-    def begin_publish(self, publish_id: str, *, lease_seconds: float, drain_seconds: float, in_flight: str) -> Fence:
+    def begin_publish(
+        self,
+        publish_id: str,
+        *,
+        lease_seconds: float,
+        drain_seconds: float,
+        in_flight: str,
+        timeout_seconds: float | None = None,
+    ) -> Fence:
         """Make the server pause for the publish with this id; a repeated call is the same publish."""
         body = {"publish_id": publish_id, "lease_seconds": lease_seconds, "drain_seconds": drain_seconds}
-        answer = self._repeated("POST", "/bridge/publish/begin", body | {"in_flight": in_flight})
+        body |= {"in_flight": in_flight}
+        answer = self._repeated("POST", "/bridge/publish/begin", body, timeout_seconds=timeout_seconds)
         return Fence(
             publish_id=publish_id,
             paused_requests=int(answer.get("paused_requests", 0)),

@@ -20,7 +20,15 @@ from example_trainer.errors import CannotShare, ProofFailed, ServerRefused, Serv
 from example_trainer.modeling.loading import SERVED_DTYPES, name_of
 from example_trainer.modeling.policy import Policy
 from example_trainer.weight_protocol.checksums import combined_checksum
-from example_trainer.weight_protocol.client import NotYet, ServerClient, ServerInfo, check_host, wait_for
+from example_trainer.weight_protocol.client import (
+    NotYet,
+    ServerClient,
+    ServerInfo,
+    ShouldStop,
+    check_host,
+    never,
+    wait_for,
+)
 from example_trainer.weight_protocol.manifest import (
     BridgeManifest,
     ManifestMissing,
@@ -109,13 +117,21 @@ class Attachment:
         self.header.close()
 
 
-def attach(server_url: str, *, manifest_flag: str, token: str | None, timeout_seconds: float) -> Attachment:
+def attach(
+    server_url: str,
+    *,
+    manifest_flag: str,
+    token: str | None,
+    timeout_seconds: float,
+    should_stop: ShouldStop = never,
+) -> Attachment:
     """Wait until a server shares its weights and answers, then map them."""
     check_host(server_url, "--vllm-host")
     return wait_for(
         lambda: _try_attach(server_url, manifest_flag, token),
         what=f"the vLLM server at {server_url}",
         timeout_seconds=timeout_seconds,
+        should_stop=should_stop,
     )
 
 

@@ -21,7 +21,7 @@ from example_trainer.model import load_policy
 from example_trainer.modeling.loading import policy_options, resolve_device
 from example_trainer.modeling.policy import Policy
 from example_trainer.options.training_options import TrainingOptions
-from example_trainer.weight_protocol.client import ServerClient, ServerInfo, check_host
+from example_trainer.weight_protocol.client import ServerClient, ServerInfo, ShouldStop, check_host, never
 from example_trainer.weights.base import Cost, PublishReport, WeightBridge
 from example_trainer.weights.broadcast_exchange import (
     FAILURES,
@@ -49,15 +49,20 @@ class BroadcastBridge(WeightBridge):
         make_source: Callable[[Policy], WeightSource] = WeightSource,
         *,
         lease_seconds: float = LEASE_SECONDS,
+        should_stop: ShouldStop = never,
     ) -> None:
-        """Keep the arguments; `make_source` decides how weights that are sharded over ranks are gathered."""
+        """Keep the arguments; `make_source` decides how weights that are sharded over ranks are gathered.
+
+        No wait for a server goes on once `should_stop`.
+        """
         self._config = config
+        self._should_stop = should_stop
         self._make_source = make_source
         self._source: WeightSource | None = None
         self._members: list[Member] = []
         self._policy: Policy | None = None
         self._calls = MemberCalls(len(config.server_urls))
-        self._exchange = BroadcastExchange(config, self._calls, lease_seconds=lease_seconds)
+        self._exchange = BroadcastExchange(config, self._calls, lease_seconds=lease_seconds, should_stop=should_stop)
         self._budget = SyncBudget.from_config(config)
         self._check = ParityCheck(every=config.sync_check_every)
         self._has_published = False
@@ -123,7 +128,12 @@ class BroadcastBridge(WeightBridge):
 
         def look(member: Member) -> None:
             ask = partial(_settled_info, member.client)
-            member.info = until_it_answers(ask, member.client.url, timeout_seconds=self._config.wait_timeout)
+            member.info = until_it_answers(
+                ask,
+                member.client.url,
+                timeout_seconds=self._config.wait_timeout,
+                should_stop=self._should_stop,
+            )
 
         self._calls.all(self._members, look)
         for member in self._members:

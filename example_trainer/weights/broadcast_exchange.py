@@ -34,7 +34,7 @@ from example_trainer.weight_protocol.broadcast_group import (
     Rendezvous,
     gpu_uuid,
 )
-from example_trainer.weight_protocol.client import ServerClient, ServerInfo
+from example_trainer.weight_protocol.client import ServerClient, ServerInfo, ShouldStop, never
 from example_trainer.weight_protocol.transfer import is_loopback
 from example_trainer.weights.base import Cost
 from example_trainer.weights.members import Member, MemberCalls, look
@@ -65,9 +65,18 @@ class BroadcastExchange:
     """Sends the weights of a policy to servers and makes them switch to a version, all or none of them."""
 
     def __init__(
-        self, config: TrainingOptions, calls: MemberCalls, *, lease_seconds: float, gives_up: bool = False
+        self,
+        config: TrainingOptions,
+        calls: MemberCalls,
+        *,
+        lease_seconds: float,
+        gives_up: bool = False,
+        should_stop: ShouldStop = never,
     ) -> None:
-        """Keep the arguments; with `gives_up`, nothing waits any more for a server that does not answer."""
+        """Keep the arguments; with `gives_up`, nothing waits any more for a server that does not answer.
+
+        Once `should_stop`, no fence waits for running requests to end.
+        """
         self.patience_seconds = TIMEOUT_SECONDS
         """Limit for all to join, for one bucket, and for a server to be told that it resumes."""
         self.failed: dict[Member, Exception] = {}
@@ -75,6 +84,7 @@ class BroadcastExchange:
         self._config = config
         self._lease_seconds = lease_seconds
         self._gives_up = gives_up
+        self._should_stop = should_stop
         self._calls = calls
         self._joined: _JoinedGroup | None = None
 
@@ -195,6 +205,7 @@ class BroadcastExchange:
                     lease_seconds=self._lease_seconds,
                     drain_seconds=config.drain_seconds,
                     in_flight=config.in_flight,
+                    should_stop=self._should_stop,
                 )
                 opened[member] = leases.enter_context(publish)
 

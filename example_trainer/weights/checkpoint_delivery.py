@@ -22,7 +22,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from atropos_api.common.identity import host_in_url
-from example_trainer.errors import ServerUnavailable, TrainerError
+from example_trainer.errors import PublishFailed, ServerUnavailable, TrainerError
 from example_trainer.modeling.loading import policy_options
 from example_trainer.options.training_options import TrainingOptions
 from example_trainer.processes.ports import LOOPBACK
@@ -134,12 +134,18 @@ class CheckpointServer:
     """
 
     def __init__(self, host: str = LOOPBACK, port: int | None = None) -> None:
-        """Listen there; without `port` on any that is free."""
+        """Listen there; without `port` on any that is free. Raises `PublishFailed` if that is not possible."""
         self._secret = secrets.token_urlsafe(24)
         self._directory: Path | None = None
         self._names: frozenset[str] = frozenset()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listening = socket.create_server((host, port or 0), family=family)
+        try:
+            self._listening = socket.create_server((host, port or 0), family=family)
+        except OSError as error:
+            raise PublishFailed(
+                f"checkpoints cannot be offered at {host}:{port or 'any port'}: {error.strerror}; set MASTER_ADDR to "
+                "an address of this host that the servers reach, and MASTER_PORT to a free port"
+            ) from error
         self._url = f"http://{host_in_url(host)}:{self._listening.getsockname()[1]}"
         app = Starlette(routes=[Route("/{name}", self._answer)])
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")

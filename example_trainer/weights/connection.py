@@ -15,7 +15,7 @@ import torch
 from example_trainer.errors import ServerRefused, ServerUnavailable, WrongDtype
 from example_trainer.modeling.loading import name_of
 from example_trainer.modeling.policy import Policy
-from example_trainer.weight_protocol.client import NotYet, ServerClient, ServerInfo, wait_for
+from example_trainer.weight_protocol.client import NotYet, ServerClient, ServerInfo, ShouldStop, never, wait_for
 from example_trainer.weight_protocol.manifest import read_token
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def until_it_answers(ask: Callable[[], T], url: str, *, timeout_seconds: float) -> T:
+def until_it_answers(ask: Callable[[], T], url: str, *, timeout_seconds: float, should_stop: ShouldStop = never) -> T:
     """Call `ask` until the server at `url` answers it without an error; it may be starting, or starting again."""
 
     def poll() -> T:
@@ -32,7 +32,8 @@ def until_it_answers(ask: Callable[[], T], url: str, *, timeout_seconds: float) 
         except (ServerRefused, ServerUnavailable) as error:
             raise NotYet(str(error)) from error
 
-    return wait_for(poll, what=f"the vLLM server at {url}", timeout_seconds=timeout_seconds)
+    what = f"the vLLM server at {url}"
+    return wait_for(poll, what=what, timeout_seconds=timeout_seconds, should_stop=should_stop)
 
 
 def named_token(token: str | None) -> str | None:

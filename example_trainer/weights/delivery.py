@@ -28,7 +28,7 @@ from example_trainer.modeling.loading import policy_options
 from example_trainer.options.publish import served_rank
 from example_trainer.options.training_options import TrainingOptions
 from example_trainer.weight_protocol.base_record import BASE_DIRECTORY
-from example_trainer.weight_protocol.client import ServerInfo
+from example_trainer.weight_protocol.client import ServerInfo, ShouldStop, never
 from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import AtroposServer, adapter_name
 from example_trainer.weights.base import Cost, PublishReport
@@ -197,11 +197,18 @@ class BroadcastDelivery(WeightDelivery):
         config: TrainingOptions,
         calls: MemberCalls,
         make_source: Callable[[Policy], WeightSource] = WeightSource,
+        *,
+        should_stop: ShouldStop = never,
     ) -> None:
-        """Keep the arguments; `make_source` decides how weights that are sharded over ranks are gathered."""
+        """Keep the arguments; `make_source` decides how weights that are sharded over ranks are gathered.
+
+        Once `should_stop`, no fence waits for running requests to end.
+        """
         self._config = config
         self._calls = calls
-        self._exchange = BroadcastExchange(config, calls, lease_seconds=GIVEN_UP_LEASE_SECONDS, gives_up=True)
+        self._exchange = BroadcastExchange(
+            config, calls, lease_seconds=GIVEN_UP_LEASE_SECONDS, gives_up=True, should_stop=should_stop
+        )
         self._budget = SyncBudget.from_config(config)
         self._make_source = make_source
         self._policy: Policy | None = None
@@ -221,9 +228,8 @@ class BroadcastDelivery(WeightDelivery):
         delivered = Delivered([])
         self._exchange.patience_seconds = limit_seconds
         for member in members:
-            # A fence may have to wait for running requests: that is not a sign of a server that is gone.
-            waits = self._config.in_flight == "finish"
-            member.client.patience_seconds = 600.0 if waits else limit_seconds + self._config.drain_seconds
+            # A fence waits for running requests: that is not a sign of a server that is gone.
+            member.client.patience_seconds = limit_seconds + self._config.drain_seconds
         failures: Counter[Member] = Counter()
         attempts = 0
         while True:

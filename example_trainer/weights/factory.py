@@ -8,6 +8,7 @@ from types import MappingProxyType
 from example_trainer.modeling.policy import Policy
 from example_trainer.options.modes import BridgeMode
 from example_trainer.options.training_options import TrainingOptions
+from example_trainer.weight_protocol.client import ShouldStop, never
 from example_trainer.weights.base import WeightBridge
 from example_trainer.weights.broadcast import BroadcastBridge
 from example_trainer.weights.checkpoint_delivery import CheckpointDelivery
@@ -19,7 +20,8 @@ from example_trainer.weights.restart import RestartBridge
 from example_trainer.weights.shared_vllm import SharedVllmBridge
 from example_trainer.weights.weight_source import WeightSource
 
-MakeBridge = Callable[[TrainingOptions], WeightBridge]
+MakeBridge = Callable[..., WeightBridge]
+"""A bridge's class: it takes the options, and `should_stop`."""
 
 TO_ONE_SERVER: Mapping[BridgeMode, MakeBridge] = MappingProxyType(
     {"shared_vllm": SharedVllmBridge, "lora_only": LoraOnlyBridge, "lora_restart": RestartBridge, "none": RestartBridge}
@@ -31,9 +33,9 @@ TO_SEVERAL_SERVERS: Mapping[BridgeMode, MakeBridge] = MappingProxyType(
 
 
 DELIVERIES: Mapping[BridgeMode, Callable[[TrainingOptions, MemberCalls], WeightDelivery]] = MappingProxyType(
-    {"shared_vllm": BroadcastDelivery, "lora_only": AdapterDelivery, "none": CheckpointDelivery}
+    {"lora_only": AdapterDelivery, "none": CheckpointDelivery}
 )
-"""The way in which weights reach the servers of `--registered-servers`."""
+"""The way in which weights reach the servers of `--registered-servers`, if they are not broadcast."""
 
 
 def make_bridge(
@@ -41,18 +43,22 @@ def make_bridge(
     make_source: Callable[[Policy], WeightSource] | None = None,
     *,
     registry: Registry | None = None,
+    should_stop: ShouldStop = never,
 ) -> WeightBridge:
-    """Return the bridge for the configured mode.
+    """Return the bridge for the configured mode; none of its waits for a server goes on once `should_stop`.
 
     `make_source` is for a broadcast of sharded weights, `registry` is the broker's, for `--registered-servers`.
     """
     if config.registered_servers:
         assert registry is not None, "--registered-servers needs the broker's registry"
         calls = MemberCalls()
-        if config.broadcasts and make_source is not None:
-            return RegisteredBridge(config, registry, BroadcastDelivery(config, calls, make_source), calls)
-        return RegisteredBridge(config, registry, DELIVERIES[config.weight_bridge_mode](config, calls), calls)
+        if config.broadcasts:
+            source = make_source or WeightSource
+            delivery: WeightDelivery = BroadcastDelivery(config, calls, source, should_stop=should_stop)
+        else:
+            delivery = DELIVERIES[config.weight_bridge_mode](config, calls)
+        return RegisteredBridge(config, registry, delivery, calls, should_stop=should_stop)
     if config.broadcasts and make_source is not None:
-        return BroadcastBridge(config, make_source)
+        return BroadcastBridge(config, make_source, should_stop=should_stop)
     bridges = TO_SEVERAL_SERVERS if config.num_inference_nodes else TO_ONE_SERVER
-    return bridges[config.weight_bridge_mode](config)
+    return bridges[config.weight_bridge_mode](config, should_stop=should_stop)

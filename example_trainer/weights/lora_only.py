@@ -27,7 +27,7 @@ from example_trainer.options.publish import served_rank, versions_kept
 from example_trainer.options.training_options import TrainingOptions
 from example_trainer.vllm_manager import VllmManager, VllmOptions
 from example_trainer.weight_protocol.base_record import BASE_DIRECTORY
-from example_trainer.weight_protocol.client import ServerClient, ServerInfo, check_host
+from example_trainer.weight_protocol.client import ServerClient, ServerInfo, ShouldStop, check_host, never
 from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import AdapterServer, AtroposServer, StockServer
 from example_trainer.weights.base import PublishReport, WeightBridge
@@ -55,13 +55,16 @@ class LoraOnlyBridge(WeightBridge):
         adapters_dir: Path | None = None,
         *,
         vllm: VllmOptions | None = None,
+        should_stop: ShouldStop = never,
     ) -> None:
         """Keep the arguments; by default the server is the configured one.
 
         `adapters_dir` is the directory to which adapters are written for a server that only takes files. `vllm`
-        are the options of the trainer's own server in place of the configuration's.
+        are the options of the trainer's own server in place of the configuration's. No wait for the server goes on
+        once `should_stop`.
         """
         self._config = config
+        self._should_stop = should_stop
         self._options = policy_options(config)
         self._url = url or config.server_urls[0]
         self._adapters_dir = adapters_dir
@@ -141,7 +144,7 @@ class LoraOnlyBridge(WeightBridge):
 
     def _start_own(self, vllm: VllmOptions) -> VllmManager | None:
         """Start a server of the trainer's own; None if another one has taken the port meanwhile, which is used then."""
-        manager = VllmManager(vllm)
+        manager = VllmManager(vllm, should_stop=self._should_stop)
         try:
             manager.start(self.base.model, version=None)
         except ServerUnavailable as error:
@@ -192,7 +195,8 @@ class LoraOnlyBridge(WeightBridge):
         return StockServer(client, directory, model=self._config.model_name, keep=kept)
 
     def _until_it_answers(self, ask: Callable[[], T]) -> T:
-        return until_it_answers(ask, self._url, timeout_seconds=self._config.wait_timeout)
+        limit_seconds = self._config.wait_timeout
+        return until_it_answers(ask, self._url, timeout_seconds=limit_seconds, should_stop=self._should_stop)
 
     def _publish(self, version: int) -> PublishReport:
         if self._policy is None or self._server is None:
@@ -261,10 +265,10 @@ class SeveralServersBridge(WeightBridge):
     A server that is behind meanwhile answers under its older version, with which its tokens are stamped.
     """
 
-    def __init__(self, config: TrainingOptions) -> None:
+    def __init__(self, config: TrainingOptions, *, should_stop: ShouldStop = never) -> None:
         served, urls = config.required_run_dir / "served", config.server_urls
         self._bridges = [
-            LoraOnlyBridge(config, url, served / str(index) if len(urls) > 1 else served)
+            LoraOnlyBridge(config, url, served / str(index) if len(urls) > 1 else served, should_stop=should_stop)
             for index, url in enumerate(urls)
         ]
 

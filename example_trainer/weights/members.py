@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from atropos_api.wire import InferenceServer, ServerSet
 from example_trainer.errors import ServerRefused, ServerUnavailable, TrainerError
-from example_trainer.weight_protocol.client import NotYet, ServerClient, ServerInfo, wait_for
+from example_trainer.weight_protocol.client import NotYet, ServerClient, ServerInfo, ShouldStop, never, wait_for
 from example_trainer.weight_protocol.manifest import read_token
 
 logger = logging.getLogger(__name__)
@@ -100,9 +100,11 @@ class RegisteredMembers:
         token: str | None,
         examine: Callable[[ServerInfo, str], None],
         calls: MemberCalls,
+        should_stop: ShouldStop = never,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Keep the arguments; `examine` raises a `TrainerError` for a server, at an address, that is unfit."""
+        self._should_stop = should_stop
         self._registry = registry
         self._policy_name = policy_name
         self._token = token
@@ -127,7 +129,7 @@ class RegisteredMembers:
             return members
 
         what = f"{count} registered inference server{'s' * (count > 1)} of the policy {self._policy_name}"
-        return wait_for(poll, what=what, timeout_seconds=timeout_seconds)
+        return wait_for(poll, what=what, timeout_seconds=timeout_seconds, should_stop=self._should_stop)
 
     def present(self) -> list[Member]:
         """Return the members of a publish that begins now, with their present state."""

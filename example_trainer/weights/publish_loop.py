@@ -16,11 +16,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Final, Self, TypeVar
 
-from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable
+from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable, WaitStopped
 from example_trainer.modeling.policy import Policy
 from example_trainer.options.publish import InFlight
 from example_trainer.options.training_options import TrainingOptions
-from example_trainer.weight_protocol.client import Fence, ServerClient
+from example_trainer.weight_protocol.client import Fence, ServerClient, ShouldStop, never
 from example_trainer.weights.base import PublishReport
 from example_trainer.weights.logprob_parity import Agreement, Compare, Difference, prove
 
@@ -33,6 +33,8 @@ CHECKED_SHARE: Final = 0.01
 """Largest share of the time that parity checks take under `--sync-check auto`."""
 _RETRY_SECONDS: Final = 0.5
 _GIVE_UP_SECONDS: Final = 5.0
+_LOOK_SECONDS: Final = 10.0
+"""Time limit of one call that waits for running requests to end, under `--in-flight finish`; it is repeated."""
 PASSING_STATUSES: Final = frozenset({404, 409, 410, 500, 503})
 """Statuses worth a retry; a server may answer 500 while its engine is failing."""
 
@@ -65,8 +67,15 @@ class OpenPublish:
     """A fence that a server has set; its lease is renewed until this object is closed, however long the write takes."""
 
     def __init__(
-        self, client: ServerClient, *, lease_seconds: float, drain_seconds: float, in_flight: InFlight
+        self,
+        client: ServerClient,
+        *,
+        lease_seconds: float,
+        drain_seconds: float,
+        in_flight: InFlight,
+        should_stop: ShouldStop = never,
     ) -> None:
+        """Begin the publish; raise `WaitStopped` if running requests have not ended once `should_stop`."""
         self.began = time.monotonic()
         self.publish_id = uuid.uuid4().hex
         self._client = client
@@ -79,6 +88,7 @@ class OpenPublish:
                 lease_seconds=lease_seconds,
                 drain_seconds=drain_seconds,
                 in_flight=in_flight,
+                should_stop=should_stop,
             )
         except BaseException:
             self.abort()
@@ -110,7 +120,13 @@ class OpenPublish:
 
 
 def begin_after_others(
-    client: ServerClient, publish_id: str, *, lease_seconds: float, drain_seconds: float, in_flight: InFlight
+    client: ServerClient,
+    publish_id: str,
+    *,
+    lease_seconds: float,
+    drain_seconds: float,
+    in_flight: InFlight,
+    should_stop: ShouldStop = never,
 ) -> Fence:
     """Begin a publish once no other is under way; the publish of a killed trainer lapses after its lease.
 
@@ -119,8 +135,13 @@ def begin_after_others(
     deadline: float | None = None
     while True:
         try:
-            return client.begin_publish(
-                publish_id, lease_seconds=lease_seconds, drain_seconds=drain_seconds, in_flight=in_flight
+            return _begin(
+                client,
+                publish_id,
+                should_stop,
+                lease_seconds=lease_seconds,
+                drain_seconds=drain_seconds,
+                in_flight=in_flight,
             )
         except ServerRefused as error:
             if error.kind != "publish-in-progress":
@@ -132,6 +153,27 @@ def begin_after_others(
             if now >= deadline:
                 raise
             time.sleep(_RETRY_SECONDS)
+
+
+def _begin(
+    client: ServerClient, publish_id: str, should_stop: ShouldStop, *, in_flight: InFlight, **settings: float
+) -> Fence:
+    """Begin a publish; where it waits for running requests to end, it does so for as long as the server answers.
+
+    Long outputs take longer than any call may, and a publish that was given up each time failed the run.
+    """
+    if in_flight != "finish":
+        return client.begin_publish(publish_id, in_flight=in_flight, **settings)
+    while True:
+        asked = time.monotonic()
+        try:
+            return client.begin_publish(publish_id, in_flight=in_flight, timeout_seconds=_LOOK_SECONDS, **settings)
+        except ServerUnavailable:
+            if time.monotonic() - asked < _LOOK_SECONDS:
+                raise
+        if should_stop():
+            raise WaitStopped(f"told to stop while {client.url} lets its running requests end (--in-flight finish)")
+        client.info()  # raises an error if the server does not answer at all
 
 
 class ParityCheck:

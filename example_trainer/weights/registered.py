@@ -18,7 +18,7 @@ from example_trainer.model import load_policy
 from example_trainer.modeling.loading import policy_options
 from example_trainer.modeling.policy import Policy
 from example_trainer.options.training_options import TrainingOptions
-from example_trainer.weight_protocol.client import ServerInfo
+from example_trainer.weight_protocol.client import ServerInfo, ShouldStop, never
 from example_trainer.weights.base import Cost, PublishReport, WeightBridge
 from example_trainer.weights.connection import check_server, named_token
 from example_trainer.weights.delivery import Proof, WeightDelivery
@@ -36,8 +36,15 @@ class RegisteredBridge(WeightBridge):
     """Implements `WeightBridge` for the servers that are registered at the broker."""
 
     def __init__(
-        self, config: TrainingOptions, registry: Registry, delivery: WeightDelivery, calls: MemberCalls
+        self,
+        config: TrainingOptions,
+        registry: Registry,
+        delivery: WeightDelivery,
+        calls: MemberCalls,
+        *,
+        should_stop: ShouldStop = never,
     ) -> None:
+        """Keep the arguments; no wait for a server goes on once `should_stop`."""
         self._config = config
         self._delivery = delivery
         self._calls = calls
@@ -47,6 +54,7 @@ class RegisteredBridge(WeightBridge):
             token=named_token(config.bridge_token),
             examine=self._examine,
             calls=calls,
+            should_stop=should_stop,
         )
         self._policy: Policy | None = None
         self._check = ParityCheck(every=config.sync_check_every)

@@ -29,7 +29,7 @@ from example_trainer.modeling.policy import Policy
 from example_trainer.options.training_options import TrainingOptions
 from example_trainer.vllm_manager import VllmManager, VllmOptions
 from example_trainer.weight_protocol.base_record import BASE_DIRECTORY
-from example_trainer.weight_protocol.client import ServerClient, ServerInfo
+from example_trainer.weight_protocol.client import ServerClient, ServerInfo, ShouldStop, never
 from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import write_adapter
 from example_trainer.weights.base import PublishReport, WeightBridge
@@ -54,9 +54,15 @@ REFUSED = 2
 class RestartBridge(WeightBridge):
     """Implements `WeightBridge` by restarting a vLLM server of its own on new weights."""
 
-    def __init__(self, config: TrainingOptions, vllm: VllmOptions | None = None) -> None:
-        """Keep the arguments; `vllm` are the server's options in place of the configuration's."""
+    def __init__(
+        self, config: TrainingOptions, vllm: VllmOptions | None = None, *, should_stop: ShouldStop = never
+    ) -> None:
+        """Keep the arguments; `vllm` are the server's options in place of the configuration's.
+
+        No wait for a server goes on once `should_stop`.
+        """
         self._config = config
+        self._should_stop = should_stop
         self._options = policy_options(config)
         self._vllm = vllm or own_server(config)
         self._weights_dir = config.required_run_dir / "served"
@@ -71,7 +77,8 @@ class RestartBridge(WeightBridge):
 
     def prepare(self) -> Policy:
         policy = load_policy(self._options)
-        self._policy, self._manager = policy, VllmManager(fitted(self._vllm, policy))
+        self._policy = policy
+        self._manager = VllmManager(fitted(self._vllm, policy), should_stop=self._should_stop)
         return policy
 
     def publish(self, version: int) -> PublishReport:

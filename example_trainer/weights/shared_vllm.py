@@ -29,6 +29,7 @@ from example_trainer.model import load_policy
 from example_trainer.modeling.loading import policy_options
 from example_trainer.modeling.policy import Policy
 from example_trainer.options.training_options import TrainingOptions
+from example_trainer.weight_protocol.client import ShouldStop, never
 from example_trainer.weight_protocol.shm_header import WriteRefused
 from example_trainer.weights.attachment import Attachment, attach
 from example_trainer.weights.base import Cost, PublishReport, WeightBridge
@@ -59,9 +60,13 @@ class _Written:
 class SharedVllmBridge(WeightBridge):
     """Implements `WeightBridge` over tensors shared with a vLLM server on this machine."""
 
-    def __init__(self, config: TrainingOptions, *, lease_seconds: float = LEASE_SECONDS) -> None:
+    def __init__(
+        self, config: TrainingOptions, *, lease_seconds: float = LEASE_SECONDS, should_stop: ShouldStop = never
+    ) -> None:
+        """Keep the arguments; no wait for the server goes on once `should_stop`."""
         self._config = config
         self._lease_seconds = lease_seconds
+        self._should_stop = should_stop
         self._budget = SyncBudget.from_config(config)
         self._check = ParityCheck(every=config.sync_check_every)
         self._publishing = threading.Lock()
@@ -147,6 +152,7 @@ class SharedVllmBridge(WeightBridge):
             manifest_flag=config.vllm_config_path,
             token=config.bridge_token,
             timeout_seconds=config.wait_timeout,
+            should_stop=self._should_stop,
         )
 
     @contextmanager
@@ -167,6 +173,7 @@ class SharedVllmBridge(WeightBridge):
             lease_seconds=self._lease_seconds,
             drain_seconds=self._config.drain_seconds,
             in_flight=self._config.in_flight,
+            should_stop=self._should_stop,
         )
 
     def _begin_write(self) -> _AttachedPublish:

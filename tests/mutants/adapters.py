@@ -131,8 +131,8 @@ ADAPTERS: tuple[Mutant, ...] = (
     Mutant(
         "lora_only serves the unquantised model",
         _LORA_ONLY,
-        "        manager = VllmManager(vllm)\n        try:\n            manager.start(self.base.model,",
-        "        manager = VllmManager(vllm)\n        try:\n            manager.start(self._config.model_name,",
+        "should_stop=self._should_stop)\n        try:\n            manager.start(self.base.model,",
+        "should_stop=self._should_stop)\n        try:\n            manager.start(self._config.model_name,",
         f"{_QUANTISED}lora_only_starts_its_server_on_the_values_of_the_base",
     ),
     Mutant(

@@ -80,6 +80,7 @@ def check_internals() -> None:
         "vllm.v1.engine.input_processor": ("InputProcessor.process_inputs",),
         "vllm.outputs": ("WeightVersionSpan",),
         "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
+        "vllm.model_executor.model_loader.reload.layerwise": ("get_layerwise_info", "_place_kernel_tensors"),
         "vllm.model_executor.layers.logits_processor": ("LogitsProcessor._apply_head",),
         "vllm.config": ("ModelConfig.head_dtype",),
     }

@@ -1,5 +1,7 @@
 """Tracing of the model's weight loading: which part of which parameter each checkpoint tensor is loaded into.
 
+`noting_missed` tells which parameters a real load has left as they were.
+
 vLLM fuses, splits, renames and pads as it loads. Instead of a table for each model family, the model's own
 `load_weights` is called once more with tensors that have names and shapes but no data; every copy it makes is recorded
 and none is carried out. The records give the place of each element of a checkpoint tensor in the server's memory.
@@ -8,7 +10,8 @@ and none is carried out. The records give the place of each element of a checkpo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +80,28 @@ def trace_load_weights(load_weights: LoadWeights, shapes: Mapping[str, tuple[int
     for name, tensor in sources.items():
         _check_coverage(trace, name, tensor)
     return trace
+
+
+@contextmanager
+def noting_missed(model: Any) -> Iterator[list[str]]:
+    """Yield a list that has, after a call of the model's `load_weights` in the block, the parameters left without one.
+
+    vLLM only logs them when it reloads a model. The list stays empty for a model that does not say what it has loaded.
+    """
+    names = {name for name, _ in model.named_parameters()}
+    missed: list[str] = []
+    load = model.load_weights
+
+    def loading(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
+        missed[:] = sorted(names - set(loaded)) if loaded is not None else []
+        return loaded
+
+    model.load_weights = loading
+    try:
+        yield missed
+    finally:
+        del model.load_weights
 
 
 def _check_coverage(trace: Trace, name: str, tensor: torch.Tensor) -> None:

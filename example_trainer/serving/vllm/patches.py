@@ -1,4 +1,8 @@
-"""Corrections of errors in vLLM and one addition, each installed once per process.
+"""Corrections of errors in vLLM and one addition, each installed once per process, but for `end_broken_reload`.
+
+`end_broken_reload` is called after a failed reload of the model's weights. vLLM leaves every layer that was not
+complete without memory, and counts what had arrived for it towards the next reload: that one dropped the last part of a
+fused parameter and computed with random memory in its place. Here all layers get their tensors back.
 
 `install_failing_calls` makes a call to the engine core fail if the engine ends. vLLM fails the requests of an engine
 that has died, but not the calls (`collective_rpc`, `get_supported_tasks`, ...) that wait for its answer: a server whose
@@ -39,6 +43,18 @@ _COMPUTING = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 
 _LIFE_CHECK_SECONDS = 0.5
 """Interval of the checks that the engine is alive, while a call waits for its answer."""
+
+
+def end_broken_reload(model: Any) -> None:
+    """Give each layer its tensors back after a reload that has failed, so that the next one begins anew."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(layer, info)  # noqa: SLF001  vLLM calls it for layers without weights
+            info.reset()
 
 
 def install_failing_calls() -> None:

@@ -21,7 +21,7 @@ from example_trainer.serving.checkpoint_shapes import read_checkpoint_shapes
 from example_trainer.serving.vllm import adapter_worker, patches
 from example_trainer.serving.vllm.adapter_worker import AdapterWorker
 from example_trainer.serving.vllm.broadcast_worker import BroadcastWorker
-from example_trainer.serving.vllm.load_tracing import Copy, Trace, trace_load_weights
+from example_trainer.serving.vllm.load_tracing import Copy, Trace, noting_missed, trace_load_weights
 from example_trainer.weight_protocol.checksums import combined_checksum, tensor_checksum
 from example_trainer.weight_protocol.segment import Exported, SharedSegment, StridedRegion, make_segment
 from example_trainer.weight_protocol.shm_header import ParamMapping, Piece, SegmentHeader, SharedFile, TensorMap
@@ -69,9 +69,18 @@ class SharedWeightsWorker(AdapterWorker, BroadcastWorker):
             return {"reply": None, "error": str(error) or type(error).__name__}
 
     def atropos_reload(self, path: str) -> str:
-        """Read a checkpoint into the model, as vLLM reads it."""
-        self.reload_weights(weights_path=path)
-        return json.dumps({})
+        """Read a checkpoint into the model, as vLLM reads it; return the parameters that it has no weights for.
+
+        A quantised model has parameters that no checkpoint holds, so nothing is said of one.
+        """
+        model = self.model_runner.get_model()
+        try:
+            with noting_missed(model) as missed:
+                self.reload_weights(weights_path=path)
+        except BaseException:
+            patches.end_broken_reload(model)
+            raise
+        return json.dumps({"missed": missed if self.model_runner.model_config.quantization is None else []})
 
     def atropos_share(self, boot_id: str, model: str, revision: str | None) -> str:
         """Export the parameters and trace the checkpoint's tensors into them."""

@@ -124,11 +124,12 @@ def check_reading_in_place(bridge, policy, version, tmp_path, monkeypatch):
     assert len(load.samples) == load.asked
     client = ServerClient(bridge._manager.url, bridge._manager.token)
     check_mistyped_paths(client, tmp_path)
-    norm = policy.masters["model.norm.weight"]
-    save_file({"model.norm.weight": torch.zeros(norm.shape), "more": torch.zeros(1)}, tmp_path / "model.safetensors")
-    refused = client._http.post("/bridge/reload", json={"path": str(tmp_path), "version": 99})
-    assert refused.status_code == 422
-    assert client.info().torn, "the server's weights are now unknown"
+    norm = torch.zeros(policy.masters["model.norm.weight"].shape)
+    for more, said in (({}, "of the model's parameters are not in it"), ({"more": torch.zeros(1)}, "vLLM cannot read")):
+        save_file({"model.norm.weight": norm, **more}, tmp_path / "model.safetensors")
+        refused = client._http.post("/bridge/reload", json={"path": str(tmp_path), "version": 99})
+        assert (refused.status_code, said in refused.json()["detail"]) == (422, True)
+        assert client.info().torn, "the server's weights are now unknown"
     assert client._http.post("/generate", json={"prompt": [1]}).status_code == 503
     client.close()
 

@@ -45,6 +45,14 @@ def test_a_broker_that_comes_back_within_the_time_is_not_an_error():
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize("page", ["<html>back in a minute</html>", "[]"])
+def test_a_success_that_no_broker_gave_counts_as_a_broker_that_does_not_answer(page):
+    """As an error of its own kind it ended a server's renewals for good: the server refused every request from then."""
+    client, _ = client_of([httpx.Response(200, text=page)])
+    with pytest.raises(BrokerUnreachable, match=r"http://broker/v1/status answers with something else than a broker"):
+        client.status()
+
+
 def test_a_run_is_not_begun_twice_because_an_answer_was_lost():
     client, calls = client_of([httpx.ReadError("broken off")])
     with pytest.raises(BrokerUnreachable):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
@@ -20,6 +22,25 @@ async def test_r27_a_sharing_server_serves_nothing_before_the_first_publish(fenc
     await publish(fence, header, 1)
     await gate.enter()
     assert fence.policy_version == 1
+
+
+async def test_nothing_is_kept_of_the_requests_that_were_refused(fence, gate):
+    """Clients ask again for as long as nothing is served: the prompts of all of them stayed in memory until then."""
+    prompts = [Prompt() for _ in range(3)]
+    kept = [weakref.ref(prompt) for prompt in prompts]
+    while prompts:
+        await ask(gate, prompts.pop())
+    gc.collect()
+    assert [prompt() for prompt in kept] == [None, None, None]
+
+
+class Prompt:
+    """A text of which it can be told whether anything still has it."""
+
+
+async def ask(gate, prompt):
+    with pytest.raises(Problem):
+        await gate.enter()
 
 
 async def test_a_server_that_shares_nothing_serves_at_once(engine, gate):

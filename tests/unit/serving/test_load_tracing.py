@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from example_trainer.serving.vllm.load_tracing import trace_load_weights
+from example_trainer.serving.vllm.load_tracing import noting_missed, trace_load_weights
 
 FUSED = {"q": 0, "k": 4, "v": 6}
 
@@ -89,3 +89,25 @@ def test_what_is_not_loaded_one_to_one_is_named_with_the_reason(loader, name, re
     found = trace(loader, **{name: (8, 3)})
     assert reason in found.unmapped[name]
     assert name not in found.copies
+
+
+class Model(torch.nn.Module):
+    """A model that says which of its parameters it has loaded, or nothing."""
+
+    def __init__(self, *, tells):
+        super().__init__()
+        self.first, self.second = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+        self._tells = tells
+
+    def load_weights(self, weights):
+        loaded = {name for name, _ in weights}
+        return loaded if self._tells else None
+
+
+@pytest.mark.parametrize(("tells", "expected"), [(True, ["second"]), (False, [])])
+def test_the_parameters_that_a_load_leaves_as_they_were_are_named(tells, expected):
+    model = Model(tells=tells)
+    with noting_missed(model) as missed:
+        assert model.load_weights([("first", torch.ones(1))]) == ({"first"} if tells else None)
+    assert missed == expected
+    assert "load_weights" not in vars(model)

@@ -130,10 +130,13 @@ async def test_without_a_tokenizer_text_is_refused_where_it_would_be_ignored(bod
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in vLLM's imports
+@pytest.mark.parametrize("tokenizer", [None, SimpleNamespace(max_token_id=310)], ids=["none", "a larger one"])
 @pytest.mark.parametrize(("prompt", "refused"), [([5, 300], "300"), ([-3], "-3"), ([0, 299], None)])
-def test_without_a_tokenizer_tokens_that_the_model_lacks_are_refused_before_they_end_the_engine(prompt, refused):
-    """VLLM compares tokens with the vocabulary in its tokenizer's code only."""
-    request = SimpleNamespace(request_id="0", prompt_token_ids=prompt, sampling_params=None, lora_request=None)
+def test_tokens_that_the_model_lacks_are_refused_before_they_end_the_engine(tokenizer, prompt, refused):
+    """VLLM accepts every token of its tokenizer, which may have more than the model, and any without a tokenizer."""
+    request = SimpleNamespace(
+        request_id="0", prompt_token_ids=prompt, sampling_params=None, lora_request=None, mm_features=None
+    )
     processor = SimpleNamespace(process_inputs=lambda: request)
     core = SimpleNamespace(add_request_async=None)
     config = SimpleNamespace(get_vocab_size=lambda: 300)
@@ -142,7 +145,7 @@ def test_without_a_tokenizer_tokens_that_the_model_lacks_are_refused_before_they
             input_processor=processor,
             engine_core=core,
             model_config=config,
-            tokenizer=None,
+            tokenizer=tokenizer,
             _add_request=None,
             generate=None,
         )

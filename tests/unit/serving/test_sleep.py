@@ -76,10 +76,11 @@ async def test_a_sleeping_server_is_paused_and_refuses_new_weights_until_it_wake
         "/lora/load",
         "/lora/check",
         "/lora/load_lora_adapter",
+        "/bridge/resume",
     ],
 )
 async def test_no_route_that_touches_weights_reaches_the_engine_of_a_sleeping_server(state, path):
-    """Its memory is unmapped: an adapter that was sent then, or a broadcast, would have ended the engine."""
+    """Its memory is unmapped: an adapter that was sent then, a broadcast, or a resume, would have ended the engine."""
     app = FastAPI()
     app.state.atropos = state
     for make in (make_bridge_router, make_broadcast_router, make_lora_router):
@@ -89,6 +90,7 @@ async def test_no_route_that_touches_weights_reaches_the_engine_of_a_sleeping_se
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.post(path, json=BODIES.get(path, {}), headers={"Authorization": "Bearer t"})
     assert (answer.status_code, answer.json()["type"]) == (409, "urn:atropos:problem:asleep")
+    assert state.fence.paused
 
 
 BODIES = {

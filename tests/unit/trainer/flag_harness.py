@@ -164,11 +164,10 @@ class FlagHarness:
         watched: list[_WatchedBridge] = []
         make_bridge = cli._bridge
 
-        def bridge(config: TrainingConfig, ranks: Any, session: Any) -> _WatchedBridge:
+        def bridge(config: TrainingConfig, ranks: Any, session: Any, **more: Any) -> _WatchedBridge:
             shared = config.weight_bridge_mode == "shared_vllm"
-            watched.append(
-                _WatchedBridge(make_bridge(config, ranks, session) if shared else LocalBridge(policy_options(config)))
-            )
+            made = make_bridge(config, ranks, session, **more) if shared else LocalBridge(policy_options(config))
+            watched.append(_WatchedBridge(made))
             return watched[-1]
 
         threads = torch.get_num_threads()

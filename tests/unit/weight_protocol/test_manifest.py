@@ -113,6 +113,17 @@ def test_the_order_is_flag_logdir_server_here(tmp_path, monkeypatch):
         assert find_manifest(None, {}, None) == places["here"]
 
 
+def test_a_server_on_this_host_is_not_asked_through_a_proxy(tmp_path, monkeypatch):
+    """No other call to a server uses one; through it the manifest was not found, and the trainer waited in vain."""
+    path = write_manifest(manifest(), tmp_path)
+    monkeypatch.chdir("/")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with server_saying({"manifest_path": str(path)}) as url:
+        assert find_manifest("auto", {}, url) == path
+
+
 def test_a_server_removes_its_own_manifest_only(tmp_path):
     path = write_manifest(manifest(boot_id="new"), tmp_path)
     remove_manifest(tmp_path, "old")

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from example_trainer.errors import CannotShare, ServerRefused, ServerUnavailable
+from example_trainer.errors import CannotShare, PublishFailed, ServerRefused, ServerUnavailable
 from example_trainer.serving import checkpoint_download
 from example_trainer.serving.checkpoint_download import download
 from example_trainer.serving.checkpoint_shapes import CheckpointUnreadable
@@ -205,6 +205,11 @@ def test_a_port_that_torchrun_has_taken_is_not_listened_on(delivery, monkeypatch
         client = Client("only")
         assert len(delivery.deliver(members_of(client), 3, limit_seconds=1.0).served) == 1
     assert httpx.URL(client.read[0][1].url).port != port
+
+
+def test_an_address_that_is_not_this_hosts_is_named_with_the_variables_to_set():
+    with pytest.raises(PublishFailed, match=r"cannot be offered at 192.0.2.1:any port: .*set MASTER_ADDR"):
+        CheckpointServer("192.0.2.1")
 
 
 def test_a_server_that_cannot_load_a_checkpoint_is_refused_with_the_flag_to_leave_out(delivery):

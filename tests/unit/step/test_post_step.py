@@ -1,0 +1,107 @@
+"""The post-step of a trainer that is told to stop while its server is gone."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from example_trainer.config import TrainingConfig
+from example_trainer.errors import PublishFailed, WaitStopped
+from example_trainer.state import Phases, Progress
+from example_trainer.step import post_step as module
+from example_trainer.step.post_step import PostStep
+from example_trainer.trainers import Trainer
+from example_trainer.training import Gradients, Learner
+
+
+class Calls:
+    """A broker session and a bridge that note what is asked of them."""
+
+    info = SimpleNamespace(run_id="r")
+
+    def __init__(self, failure):
+        self.made, self._failure = [], failure
+
+    def publish(self, version):
+        self.made.append(("publish", version))
+        raise self._failure
+
+    def announce_policy(self, *_):
+        self.made.append("announce")
+
+    def commit(self, step):
+        self.made.append(("commit", step))
+
+    def held_seconds(self, *_):
+        return 0.0
+
+    def should_publish(self, _):
+        return True
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """A function that returns a post-step and the calls that it makes, if a publish ends with this error."""
+
+    def made(failure, **settings):
+        calls = Calls(failure)
+        monkeypatch.setattr(module, "save_from_all_ranks", lambda *_: calls.made.append("save"))
+        learner = SimpleNamespace(
+            policy=SimpleNamespace(device=torch.device("cpu")),
+            objective=SimpleNamespace(state=dict),
+            ranks=SimpleNamespace(on_main=lambda call: call()),
+            updates=1,
+            loss_scale=None,
+        )
+        post_step = PostStep(
+            TrainingConfig(model_name="m", run_dir=tmp_path, **settings),
+            Progress(step=1, weights_step=1),
+            learner=learner,
+            alignment=SimpleNamespace(published=lambda _: None),
+            session=calls,
+            bridge=calls,
+            phases=Phases(),
+            should_stop=lambda: True,
+        )
+        return post_step, calls.made
+
+    return made
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_weights_that_reach_no_server_before_a_stop_are_in_a_committed_checkpoint(make, overlaps):
+    settings = {"weight_bridge_mode": "shared_vllm", "overlap_publish": overlaps}
+    post_step, made = make(WaitStopped("told to stop while waiting for the server"), **settings)
+    post_step.start(1)
+    post_step.finish(finished=False)
+    assert made == [("publish", 1), "save", ("commit", 1)], "no version is announced that nothing serves"
+
+
+def test_a_publish_that_fails_ends_the_run(make):
+    post_step, made = make(PublishFailed("wrong weights"), weight_bridge_mode="shared_vllm")
+    with pytest.raises(PublishFailed):
+        post_step.start(1)
+    assert made == [("publish", 1)]
+
+
+@contextmanager
+def waited_for_in_vain():
+    raise WaitStopped("told to stop")
+    yield
+
+
+def test_an_update_that_waits_for_the_server_until_a_stop_has_changed_nothing():
+    """Without masters the fence is set before the first weight changes: there a stop ends the run like any other."""
+    learner = Learner.__new__(Learner)
+    learner.policy, learner.updates = SimpleNamespace(changing=waited_for_in_vain), 3
+    with pytest.raises(WaitStopped):
+        learner.apply(Gradients(torch.zeros(1), torch.zeros(1), norm=1.0))
+    assert learner.updates == 3
+    trainer = Trainer.__new__(Trainer)
+    trainer.config, trainer.progress = SimpleNamespace(training_steps=5), Progress(step=1)
+    trainer._make_feed = lambda: SimpleNamespace(close=lambda: None)
+    trainer._step = lambda *_: waited_for_in_vain().__enter__()
+    assert trainer._train() is False
