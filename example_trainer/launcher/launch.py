@@ -55,7 +55,7 @@ from example_trainer.launcher.progress import (
     phase_of,
     reached,
 )
-from example_trainer.launcher.restarts import RestartBudget, Restarts, resuming
+from example_trainer.launcher.restarts import RestartBudget, Restarts, Resumption
 from example_trainer.launcher.run_dir import (
     RunDir,
     plan_run_dir,
@@ -244,12 +244,13 @@ class Launch:
         events = MetricsTail(self.run.root / EVENTS_FILE, from_end=True)
         fleet = self._make_fleet(plan, supervisor)
         plan = fleet.first_plan()
+        resumption = Resumption(self.settings.trainer, self.run.root)
         for spec in plan.children:
             supervisor.start(_told_servers(spec, fleet))
         resumes = self.settings.trainer.resume is not None
         feed = make_feed(plan, snapshot, tail, events, broker_token(self.settings), resumes=resumes)
         with contextlib.closing(feed), contextlib.closing(fleet):
-            self._watch(plan, supervisor, fleet, feed, view, stop)
+            self._watch(plan, supervisor, fleet, resumption, feed, view, stop)
             write_data_use(self.run.root, feed.read_status())
         snapshot.phase = "stopping"
         view.update(snapshot, ())
@@ -271,7 +272,14 @@ class Launch:
         )
 
     def _watch(
-        self, plan: Plan, supervisor: Supervisor, fleet: Fleet, feed: Feed, view: View, stop: StopRequest
+        self,
+        plan: Plan,
+        supervisor: Supervisor,
+        fleet: Fleet,
+        resumption: Resumption,
+        feed: Feed,
+        view: View,
+        stop: StopRequest,
     ) -> None:
         """Watch the programs until the trainer and then, within `wait_timeout`, the environments have ended."""
         snapshot, config = feed.snapshot, self.settings.trainer
@@ -294,8 +302,7 @@ class Launch:
                 snapshot.phase = line
                 view.update(snapshot, ())
             for spec, number in restarts.due():
-                again = resuming(spec, config, self.run.root, self.started_at)
-                supervisor.start(_told_servers(again, fleet), restarted=number)
+                supervisor.start(_told_servers(resumption.resuming(spec), fleet), restarted=number)
             still = restarts.unfinished(waiting)
             if plan.final_server is not None and TRAINER in waiting - still and still:
                 supervisor.start(_with_version(plan.final_server, snapshot))

@@ -195,15 +195,34 @@ class Restarts:
         return line
 
 
-def resuming(spec: ChildSpec, config: RunConfig, run_dir: Path, launched_at: float) -> ChildSpec:
-    """Return a program as it is started again: the trainer continues from the run's newest checkpoint."""
-    if spec.name != TRAINER:
+class Resumption:
+    """The checkpoint that a trainer which is started again goes on from: the newest one of this launch.
+
+    One is made before the launch starts a program. If the user has gone back to a checkpoint, others in the folder may
+    be newer than that, so `auto` would be wrong; `latest` is right once the trainer has moved it. That is seen by the
+    link itself: it has its times from the file system's clock, which is not that of this machine.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+        self._resume = config.resume
+        self._latest = (config.save_path or run_dir) / LATEST_CHECKPOINT
+        self._link_before = self._read_link()
+
+    def resuming(self, spec: ChildSpec) -> ChildSpec:
+        """Return a program as it is started again: the trainer continues from the run's newest checkpoint."""
+        if spec.name != TRAINER:
+            return spec
+        first = spec.command[:-2] if RESUME_FLAG in spec.command else spec.command
+        if self._resume in {None, "auto"}:
+            return replace(spec, command=(*first, RESUME_FLAG, "auto"))
+        if self._latest.exists() and self._read_link() != self._link_before:
+            return replace(spec, command=(*first, RESUME_FLAG, str(self._latest.resolve())))
         return spec
-    first = spec.command[:-2] if RESUME_FLAG in spec.command else spec.command
-    if config.resume in {None, "auto"}:
-        return replace(spec, command=(*first, RESUME_FLAG, "auto"))
-    # Others in the folder may be newer than the one that the user has gone back to, so `auto` would be wrong.
-    latest = (config.save_path or run_dir) / LATEST_CHECKPOINT
-    if latest.exists() and latest.lstat().st_mtime >= launched_at:
-        return replace(spec, command=(*first, RESUME_FLAG, str(latest.resolve())))
-    return spec
+
+    def _read_link(self) -> tuple[int, int] | None:
+        """Return what tells the link from every other that has had its name; None if there is none."""
+        try:
+            found = self._latest.lstat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
