@@ -251,10 +251,11 @@ class Fleet:
             return
         for server in list(self._servers.values()):
             child = self._child(server)
-            code = None if child is None else child.exit_code
-            if child is None or code is None or (server.answered and not server.drains and code != 0):
+            if child is None or not (child.exit_code is not None or child.is_broken(time.monotonic())):
                 continue
-            how = describe_end(child)
+            code, how = child.exit_code, describe_end(child).splitlines()[0]  # a cluster without room has a table
+            if server.answered and not server.drains and code != 0:  # a failure of the run
+                continue
             if not server.drains:
                 self._want_one_fewer()
             self._forget(server)
@@ -263,7 +264,8 @@ class Fleet:
             elif code == 0:
                 yield f"{server.name} has left{self._replacement}"
             else:
-                self._note = f"{server.name} did not start: it {how}; see {child.log_path}"
+                told = f"; see {child.log_path}" if child.log_path.exists() else ""
+                self._note = f"{server.name} did not start: it {how}{told}"
                 yield self._note
 
     def _add_missing(self) -> Iterator[str]:

@@ -19,6 +19,9 @@ from atropos_api.wire import FleetLease, FleetReport, InferenceServer, ServerRep
 from example_trainer.launcher.endpoints import settle_endpoints
 from example_trainer.launcher.fleet import REPORT_SECONDS, Fleet
 from example_trainer.launcher.fleet_plan import FleetRecord, limits_of
+from example_trainer.launcher.placement.roles import Role
+from example_trainer.launcher.placement.seated_supervisor import SeatedSupervisor
+from example_trainer.launcher.placement.testing import FakePlacement
 from example_trainer.launcher.plan import Plan, make_plan
 from example_trainer.launcher.restarts import RestartBudget, Restarts
 from example_trainer.launcher.run_dir import RunDir, plan_run_dir
@@ -125,7 +128,7 @@ class Scene:
 
     def register(self, *names: str, ready: bool = True) -> None:
         for name in names:
-            boot_id = str(self.supervisor[name].process.pid)
+            boot_id = self.boot_id(name)
             report = ServerReport(
                 lease_id=f"lease-{name}-{boot_id}", boot_id=boot_id, mode="adapters", port=9, ready=ready
             )
@@ -133,8 +136,14 @@ class Scene:
 
     def prove(self, *names: str) -> None:
         """Have servers serve, as after a publish."""
-        leases = [f"lease-{name}-{self.supervisor[name].process.pid}" for name in names]
-        self.broker.servers.prove("default", leases)
+        self.broker.servers.prove("default", [f"lease-{name}-{self.boot_id(name)}" for name in names])
+
+    def boot_id(self, name: str) -> str:
+        """Return what tells a server's process from the one before it."""
+        return str(self.supervisor[name].started_at)
+
+    def state_of(self, name: str) -> str:
+        return {row.server_id: row.state for row in self.broker.get_servers().servers}[self.server_id(name)]
 
     def note_failures(self) -> list[str]:
         """Give up or plan to restart what has failed, as `Launch` does."""
@@ -272,6 +281,46 @@ def test_an_added_server_that_fails_at_its_start_lowers_the_number_and_ends_noth
     scene.code = WAITS
     scene.scale(2)
     assert (scene.seen.running, scene.seen.note) == (2, ""), "the note was about the earlier request"
+
+
+@pytest.fixture
+def placed(tmp_path: Path) -> Iterator[tuple[Scene, FakePlacement]]:
+    """A fleet on a cluster that has room for two servers."""
+    placement = FakePlacement(free=2)
+    with SeatedSupervisor(tmp_path, placement) as supervisor:
+        supervisor.place([Role(name="vllm")], lambda: None)
+        scene = Scene(tmp_path, supervisor)
+        scene.poll()
+        scene.register("vllm")
+        yield scene, placement
+        scene.fleet.close()
+
+
+def test_an_added_server_that_finds_no_place_lowers_the_number_and_says_why(
+    placed: tuple[Scene, FakePlacement],
+) -> None:
+    scene, _ = placed
+    assert scene.scale(3)[1:] == ["vllm-2 starts", "vllm-3 starts"]
+    assert wait_until(lambda: any(child.loss for child in scene.supervisor.failed()), 10)
+    assert scene.note_failures() == []
+    (line,) = scene.poll()
+    assert line.startswith("vllm-3 did not start: it lost its place: wanted 1, free 0")
+    scene.poll()
+    assert (scene.seen.wanted, scene.seen.running, scene.seen.note) == (2, 2, line)
+
+
+def test_a_server_whose_node_is_lost_while_it_drains_has_left(placed: tuple[Scene, FakePlacement]) -> None:
+    scene, placement = placed
+    scene.scale(2)
+    assert wait_until(lambda: not scene.supervisor.failed() and bool(scene.supervisor["vllm-2"].seats), 10)
+    scene.register("vllm-2")
+    assert scene.scale(1)[1:] == ["vllm-2 drains"]
+    (seat,) = placement.places["vllm-2"]
+    placement.losses[seat.name] = "its node has died"
+    assert scene.note_failures() == []
+    (line,) = scene.poll()
+    assert line.startswith(f"vllm-2 has left: it lost its seat on {seat.address} (its node has died)")
+    assert scene.fleet.names == ["vllm"]
 
 
 def test_a_server_that_has_answered_once_is_restarted_as_any_other(scene: Scene) -> None:
