@@ -43,7 +43,8 @@ class SeatedProgram(SupervisedProgram):
         codes: list[int | None] = []
         for name, seat in zip(self.role.program_names, self.seats, strict=bool(self.seats)):
             state = seat.state()
-            loss = f"its seat on {seat.address} ({lost[seat.name]})" if seat.name in lost else state.loss
+            is_lost = seat.name in lost and state.exit_code is None  # of a process that has ended it is no loss
+            loss = f"its seat on {seat.address} ({lost[seat.name]})" if is_lost else state.loss
             if loss is not None or state.exit_code:
                 self.log_path = self.log_path.with_name(f"{name}.log")
             if loss is not None and self.loss is None:

@@ -93,6 +93,17 @@ def test_a_lost_seat_ends_its_gang_which_is_placed_anew_as_a_whole(supervisor, p
     assert not set(placement.places["trainer"]) & set(before)
 
 
+def test_a_program_that_has_ended_well_is_not_started_again_when_its_node_is_lost_later(supervisor, placement) -> None:
+    """The trainer would begin the finished run again, while its final evaluation goes on."""
+    program = supervisor.start(spec("trainer"))
+    for seat in placement.places["trainer"]:
+        seat.now = ProgramState(exit_code=0)
+    assert supervisor.failed() == []
+    placement.losses[placement.places["trainer"][1].name] = "its node has died"
+    assert supervisor.failed() == []
+    assert program.exit_code == 0
+
+
 def test_a_role_without_a_place_fails_once_more_with_what_was_wanted_and_free(supervisor, placement) -> None:
     placement.free = 0
     supervisor.start(spec("vllm"))
