@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 REPORT_SECONDS: Final = 1.0
 LOADED: Final = frozenset({"joining", "serving", "draining"})
 """States in which a registered server has loaded its model."""
+NOT_DRAINING: Final = frozenset({"starting", "joining", "serving"})
+"""States of a registered server that was not told to drain."""
 
 NODES_FLAG: Final = "--num-inference-nodes"
 
@@ -194,9 +196,12 @@ class Fleet:
             return
         complete = self._read_states()
         yield from self._note_states(self._states)
+        for server in self._drained_in_vain():
+            yield from self._release(server, restarts, complete=complete)
         if ready:
             yield from self._add_missing()
-            yield from self._release_surplus(self._states, restarts, complete=complete)
+            for server in self._surplus():
+                yield from self._release(server, restarts, complete=complete)
 
     def _read_states(self) -> bool:
         """Read the servers' states at the broker; return True if no server may be missing among them."""
@@ -302,22 +307,33 @@ class Fleet:
         """Return a free port of this machine; on another one the server takes one by itself."""
         return 0 if self._settings.placement.is_ray else free_port(held=server.port)
 
-    def _release_surplus(self, states: Mapping[str, str], restarts: Restarts, *, complete: bool) -> Iterator[str]:
-        """Have the newest servers drained; stop those that cannot have got a request yet."""
+    def _surplus(self) -> list[_Server]:
         newest_first = sorted(self._staying(), key=lambda server: -server.index)
-        for server in newest_first[: max(0, len(newest_first) - self._record.wanted)]:
-            state = states.get(server.server_id)
-            if self._child(server) is None:
-                restarts.cancel(server.name)
-                self._forget(server)
-                yield f"{server.name} is not started again"
-            elif state in LOADED:
-                self._broker.drain_server(server.server_id)
+        return newest_first[: max(0, len(newest_first) - self._record.wanted)]
+
+    def _drained_in_vain(self) -> Iterator[_Server]:
+        """Yield the servers that drain no more: the process that was told has failed, and the next one is another to
+        the broker; or the broker was killed before the server had its answer.
+        """
+        for server in [server for server in self._servers.values() if server.drains]:
+            if self._child(server) is None or self._states.get(server.server_id) in NOT_DRAINING:
+                yield server
+
+    def _release(self, server: _Server, restarts: Restarts, *, complete: bool) -> Iterator[str]:
+        """Have a server drain; stop one that cannot have got a request yet, and do not start one again."""
+        state = self._states.get(server.server_id)
+        if self._child(server) is None:
+            restarts.cancel(server.name)
+            self._forget(server)
+            yield f"{server.name} is not started again"
+        elif state in LOADED:
+            self._broker.drain_server(server.server_id)
+            if not server.drains:
                 server.drains = True
                 yield f"{server.name} drains"
-            elif state == "starting" or complete:  # not serving yet; in an incomplete set it may only be missing
-                self._forget(server)
-                yield f"{server.name} is stopped before it has served"
+        elif state == "starting" or complete:  # not serving yet; in an incomplete set it may only be missing
+            self._forget(server)
+            yield f"{server.name} is stopped before it has served"
 
     def _make(self, index: int, *, answered: bool) -> _Server:
         return _Server(index=index, server_id=server_id(self._settings, self._run, index), answered=answered)

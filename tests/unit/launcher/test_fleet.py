@@ -337,6 +337,59 @@ def test_a_server_that_has_answered_once_is_restarted_as_any_other(scene: Scene)
     assert scene.restarts.due() == []
 
 
+def kill(scene: Scene, name: str) -> None:
+    """Kill a server's program, and have the launcher note it."""
+    os.kill(scene.supervisor[name].process.pid, signal.SIGKILL)
+    assert wait_until(lambda: scene.supervisor[name].exit_code is not None, 20)
+    (line,) = scene.note_failures()
+    assert "restart 1 of 3" in line
+
+
+def start_due(scene: Scene) -> None:
+    ((spec, restarted),) = scene.due()
+    scene.supervisor.start(spec, restarted=restarted)
+
+
+def test_a_server_that_is_drained_while_it_waits_for_its_restart_is_not_started_again(scene: Scene) -> None:
+    scene.scale(2)
+    scene.register("vllm-2")
+    scene.poll()
+    kill(scene, "vllm-2")
+    scene.broker.servers.drain(scene.server_id("vllm-2"))  # the broker knows the killed process, whose lease goes on
+    assert scene.poll() == ["vllm-2 drains", "vllm-2 is not started again"]
+    assert scene.due() == []
+    scene.poll()
+    assert (scene.fleet.names, scene.seen.wanted) == (["vllm"], 1)
+
+
+@pytest.mark.parametrize("told_by", ["scale", "drain"])
+def test_a_restarted_server_leaves_although_the_broker_told_the_process_before_it(scene: Scene, told_by: str) -> None:
+    scene.scale(2)
+    scene.register("vllm-2")
+    scene.poll()
+    kill(scene, "vllm-2")
+    start_due(scene)
+    if told_by == "scale":
+        scene.broker.fleets.scale(scene.run.fleet_id, 1)
+    else:
+        scene.broker.servers.drain(scene.server_id("vllm-2"))
+    assert "vllm-2 drains" in [*scene.poll(), *scene.poll()]
+    scene.broker.servers.remove(scene.server_id("vllm-2"))  # the lease of the killed process ends
+    scene.register("vllm-2", ready=False)
+    assert scene.poll() == ["vllm-2 is stopped before it has served"]
+    assert (scene.running, scene.seen.wanted) == ({"vllm"}, 1)
+
+
+def test_a_server_is_told_again_to_drain_by_a_broker_that_has_forgotten_it(scene: Scene) -> None:
+    scene.scale(2)
+    scene.register("vllm-2")
+    assert scene.scale(1)[1:] == ["vllm-2 drains"]
+    scene.broker = scene.fleet._broker = Broker(lambda: scene.now)  # killed before the server had its answer
+    scene.register("vllm", "vllm-2")
+    assert scene.poll() == []
+    assert scene.state_of("vllm-2") == "draining"
+
+
 def test_a_server_that_no_restart_mends_is_given_up_only_while_another_one_serves(scene: Scene) -> None:
     def fail(name: str) -> list[str]:
         os.kill(scene.supervisor[name].process.pid, signal.SIGKILL)
