@@ -33,8 +33,7 @@ logger = logging.getLogger(__name__)
 REPORT_SECONDS: Final = 1.0
 LOADED: Final = frozenset({"joining", "serving", "draining"})
 """States in which a registered server has loaded its model."""
-NOT_DRAINING: Final = frozenset({"starting", "joining", "serving"})
-"""States of a registered server that was not told to drain."""
+NOT_DRAINING: Final = frozenset({"starting", "joining", "serving"})  # states of a server that was not told to drain
 
 NODES_FLAG: Final = "--num-inference-nodes"
 
@@ -308,8 +307,8 @@ class Fleet:
         return 0 if self._settings.placement.is_ray else free_port(held=server.port)
 
     def _surplus(self) -> list[_Server]:
-        newest_first = sorted(self._staying(), key=lambda server: -server.index)
-        return newest_first[: max(0, len(newest_first) - self._record.wanted)]
+        """Return the servers that are too many, the newest first."""
+        return sorted(self._staying(), key=lambda server: server.index)[self._record.wanted :][::-1]
 
     def _drained_in_vain(self) -> Iterator[_Server]:
         """Yield the servers that drain no more: the process that was told has failed, and the next one is another to
@@ -345,6 +344,7 @@ class Fleet:
         """End what is left of a server, also at the broker, and give its port back."""
         if server.name in self._supervisor:
             self._supervisor.stop(server.name)
+        self._supervisor.vacate(server.name)
         with suppress(AtroposError):  # a killed server holds its lease, and would be taken for the next of its name
             self._broker.remove_server(server.server_id)
         server.port.close()

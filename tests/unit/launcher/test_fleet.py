@@ -323,6 +323,15 @@ def test_a_server_whose_node_is_lost_while_it_drains_has_left(placed: tuple[Scen
     assert scene.fleet.names == ["vllm"]
 
 
+def test_a_server_that_is_stopped_for_good_gives_its_place_back(placed: tuple[Scene, FakePlacement]) -> None:
+    scene, placement = placed
+    scene.scale(2)
+    assert wait_until(lambda: not scene.supervisor.failed() and bool(scene.supervisor["vllm-2"].seats), 10)
+    scene.register("vllm-2", ready=False)
+    assert scene.scale(1)[1:] == ["vllm-2 is stopped before it has served"]
+    assert (placement.free, "vllm-2" in placement.places) == (1, False)
+
+
 def test_a_server_that_has_answered_once_is_restarted_as_any_other(scene: Scene) -> None:
     scene.scale(2)
     scene.register("vllm-2")
