@@ -85,12 +85,16 @@ class Restarts:
         supervisor: Supervisor,
         budget: RestartBudget,
         *,
+        resumption: Resumption | None = None,
         clock: Callable[[], float] = time.monotonic,
         kernel_kills: Callable[[], int] | None = None,
     ) -> None:
-        """`kernel_kills` counts the processes that the kernel has ended here for lack of memory so far."""
+        """`resumption` says what a trainer goes on from. `kernel_kills` counts the processes that the kernel has ended
+        here for lack of memory so far.
+        """
         self._supervisor = supervisor
         self._budget = budget
+        self._resumption = resumption
         self._clock = clock
         self._kernel_kills = kernel_kills or count_kernel_kills
         self._killed_before, self._killed_at = self._kernel_kills(), float("-inf")
@@ -129,12 +133,17 @@ class Restarts:
         return [self._plan_restart(failure.child) for failure in failures]
 
     def due(self) -> list[tuple[ChildSpec, int]]:
-        """Return the programs whose pause has ended, each with its number of restarts so far; each is returned once."""
+        """Return the programs whose pause has ended, as they are started now, each with its number of restarts so far;
+        each is returned once.
+        """
         now = self._clock()
         due = [pending for pending in self._pending.values() if pending.due_at <= now]
         for pending in due:
             del self._pending[pending.spec.name]
-        return [(pending.spec, pending.restarted) for pending in due]
+        return [(self._resumed(pending.spec), pending.restarted) for pending in due]
+
+    def _resumed(self, spec: ChildSpec) -> ChildSpec:
+        return spec if self._resumption is None else self._resumption.resuming(spec)
 
     def unfinished(self, names: Collection[str]) -> set[str]:
         """Return those of these programs that have not ended by themselves; one that failed since the last judgement
