@@ -7,11 +7,13 @@ launcher's own and no environment sees them: `gpu`, and `vllm`, which holds the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from atropos_api.common.cliconfig import ConfigError, nearest
+from atropos_api.common.secrets import redact
 
 if TYPE_CHECKING:
     from example_trainer.launcher.run_file import RunConfig, RunSettings
@@ -77,6 +79,9 @@ def check_teacher(settings: RunSettings) -> None:
         if flags or server_flags:
             raise ConfigError("--teacher: teacher is a list of servers in the file; set it there")
         return
+    if not isinstance(given.get("vllm") or {}, Mapping):
+        shown = json.dumps(redact(given["vllm"]), default=str)
+        raise ConfigError(f"teacher.vllm takes settings of the teacher's server, got {shown}")
     own = sorted({*given} & {*LAUNCHERS_OWN})
     if "base_url" in given and (own or server_flags):
         what = own[0] if own else f"vllm.{next(iter(server_flags))}"

@@ -126,6 +126,7 @@ def test_an_environment_without_a_teacher_refuses_one_instead_of_ignoring_it(tmp
             r"teacher\.gpu: the launcher starts no",
         ),
         ((*DISTILL, "--teacher.base_url", "http://t/v1", "--teacher.vllm.seed", "1"), r"teacher\.vllm\.seed: the"),
+        ((*DISTILL, *NAMED, "--teacher.vllm", "fast"), r"teacher\.vllm takes settings of the .* server, got \"fast\""),
     ],
 )
 def test_a_teacher_that_would_be_of_no_use_is_refused_in_one_line(argv: tuple[str, ...], told: str) -> None:
