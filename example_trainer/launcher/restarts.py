@@ -157,7 +157,9 @@ class Restarts:
         code = child.exit_code
         if not child.spec.may_restart or code in EXPLAINED_IN_ONE_LINE:
             return child.spec.why_final
-        killed = code is None or code < 0
+        # A program that stops in order at a signal, as ours do, exits with 128 + its number.
+        by_chance = code is None or not _SIGNALS_OF_CHANCE.isdisjoint({-code, code - 128})
+        killed = by_chance or (code is not None and code < 0)
         if child.name in never_ready and not killed:
             return "it has never been ready, so its settings do not work here"
         if code == -signal.SIGKILL and self._clock() - self._killed_at <= FREEING_SECONDS:
@@ -165,7 +167,6 @@ class Restarts:
         lines = child.last_lines()
         if not killed and any(_LACKS_MEMORY.search(line) for line in lines):
             return "it lacks memory; `atropos doctor --memory` tells what fits"
-        by_chance = code is None or -code in _SIGNALS_OF_CHANCE
         return self._note(child, error="" if by_chance else f"{code} {reason(lines) or ''.join(lines[-1:])}")
 
     def _count_kernel_kills(self) -> None:
