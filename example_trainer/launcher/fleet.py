@@ -142,7 +142,7 @@ class Fleet:
         """
         lines: list[str] = []
         try:
-            lines += self._note_ends()
+            lines += self._note_ends(restarts)
             if self._clock() >= self._report_at:
                 self._report_at = self._clock() + REPORT_SECONDS
                 lines += self._ask(restarts, ready=ready)
@@ -165,8 +165,7 @@ class Fleet:
             self._want_one_fewer()
         except AtroposError:  # a full disk: the next launch of the run would not know
             return None
-        restarts.cancel(server.name)
-        self._forget(server)
+        self._forget(server, restarts)
         self._note = (
             f"{server.name} is given up, and the run goes on with the other servers: {how}; see {child.log_path}"
         )
@@ -249,7 +248,7 @@ class Fleet:
                 server.drains = True
                 yield f"{server.name} drains{self._replacement}"
 
-    def _note_ends(self) -> Iterator[str]:
+    def _note_ends(self, restarts: Restarts) -> Iterator[str]:
         """Forget the servers that have drained, and those that were added and did not start."""
         if self._limits.fixed:  # none of these is told to drain, so each end is a failure
             return
@@ -262,7 +261,7 @@ class Fleet:
                 continue
             if not server.drains:
                 self._want_one_fewer()
-            self._forget(server)
+            self._forget(server, restarts)
             if server.drains:
                 yield f"{server.name} has left{'' if code == 0 else f': it {how}'}"
             elif code == 0:
@@ -322,8 +321,7 @@ class Fleet:
         """Have a server drain; stop one that cannot have got a request yet, and do not start one again."""
         state = self._states.get(server.server_id)
         if self._child(server) is None:
-            restarts.cancel(server.name)
-            self._forget(server)
+            self._forget(server, restarts)
             yield f"{server.name} is not started again"
         elif state in LOADED:
             self._broker.drain_server(server.server_id)
@@ -331,7 +329,7 @@ class Fleet:
                 server.drains = True
                 yield f"{server.name} drains"
         elif state == "starting" or complete:  # not serving yet; in an incomplete set it may only be missing
-            self._forget(server)
+            self._forget(server, restarts)
             yield f"{server.name} is stopped before it has served"
 
     def _make(self, index: int, *, answered: bool) -> _Server:
@@ -340,8 +338,9 @@ class Fleet:
     def _child(self, server: _Server) -> SupervisedProgram | None:
         return self._supervisor.find(server.name)
 
-    def _forget(self, server: _Server) -> None:
-        """End what is left of a server, also at the broker, and give its port back."""
+    def _forget(self, server: _Server, restarts: Restarts) -> None:
+        """End what is left of a server, also at the broker, and give its port back; the next of its name is another."""
+        restarts.cancel(server.name)
         if server.name in self._supervisor:
             self._supervisor.stop(server.name)
         self._supervisor.vacate(server.name)

@@ -346,8 +346,22 @@ def test_a_server_that_has_answered_once_is_restarted_as_any_other(scene: Scene)
     assert scene.restarts.due() == []
 
 
+def test_the_failures_of_a_server_that_has_left_do_not_count_for_the_next_of_its_name(scene: Scene) -> None:
+    scene.scale(2)
+    scene.register("vllm-2")
+    scene.poll()
+    kill(scene, "vllm-2")
+    start_due(scene)
+    scene.leave("vllm-2")
+    assert scene.poll() == ["vllm-2 has left"]
+    assert scene.scale(2)[1:] == ["vllm-2 starts"]
+    scene.register("vllm-2")
+    scene.poll()
+    kill(scene, "vllm-2")
+
+
 def kill(scene: Scene, name: str) -> None:
-    """Kill a server's program, and have the launcher note it."""
+    """Kill a server's program, and have the launcher note its first failure."""
     os.kill(scene.supervisor[name].process.pid, signal.SIGKILL)
     assert wait_until(lambda: scene.supervisor[name].exit_code is not None, 20)
     (line,) = scene.note_failures()
