@@ -33,7 +33,9 @@ FREEING_SECONDS = 60.0
 _LACKS_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|\bMemoryError\b|No available memory for the cache blocks", re.IGNORECASE
 )
-_SIGNALS_OF_CHANCE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+_STOPS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals at which a program may stop in order; it then exits with 128 + the number, as ours do."""
+_SIGNALS_OF_CHANCE = frozenset({signal.SIGKILL}) | _STOPS
 """Signals that come from outside: they say nothing about the program."""
 
 
@@ -157,8 +159,7 @@ class Restarts:
         code = child.exit_code
         if not child.spec.may_restart or code in EXPLAINED_IN_ONE_LINE:
             return child.spec.why_final
-        # A program that stops in order at a signal, as ours do, exits with 128 + its number.
-        by_chance = code is None or not _SIGNALS_OF_CHANCE.isdisjoint({-code, code - 128})
+        by_chance = code is None or -code in _SIGNALS_OF_CHANCE or code - 128 in _STOPS
         killed = by_chance or (code is not None and code < 0)
         if child.name in never_ready and not killed:
             return "it has never been ready, so its settings do not work here"
