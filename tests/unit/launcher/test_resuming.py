@@ -117,6 +117,18 @@ def test_the_command_that_goes_on_shows_no_secret(tmp_path: Path) -> None:
     assert "hunter2" not in resume_command(["--api.token", "hunter2"], launch)
 
 
+def test_the_end_of_a_failed_program_s_log_is_shown_without_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: Launch) -> None:
+        raise ChildFailed("environment exited with code 1\n  ConnectError: http://me:hunter2@proxy:3128", exit_code=1)
+
+    monkeypatch.setattr(Launch, "go", fail)
+    assert carry_out(plan_launch(settings_of("--run-dir", str(tmp_path))), []) == 1
+    told = capsys.readouterr().err
+    assert told.endswith("\n  ConnectError: http://me:***@proxy:3128\n")
+
+
 def test_a_full_disk_ends_the_launch_with_one_line_and_the_command_that_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
