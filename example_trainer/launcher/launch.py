@@ -328,8 +328,9 @@ class Launch:
         plot = ChildSpec(name="plot", command=command, environment={"PYTHONPATH": python_path()}, ends_by_itself=True)
         drawing = supervisor.start(plot)
         # An environment that did not end by itself is the first: it would fail without its server and its broker.
-        environments = [entry.name for entry in self.settings.environments]
-        for name in (*environments, *servers, TEACHER, FINAL_SERVER, BROKER):
+        environments = [each.name for each in self.settings.environments if each.name in supervisor]
+        running = [name for name in environments if supervisor[name].exit_code is None]
+        for name in (*running, *servers, TEACHER, FINAL_SERVER, BROKER):
             if name in supervisor:
                 supervisor.stop(name)
         try:
