@@ -26,7 +26,7 @@ if __package__ in {None, ""}:
 import yaml
 
 from atropos_api.common.cliconfig import ConfigError, run_cli
-from atropos_api.common.secrets import redact, redact_arguments
+from atropos_api.common.secrets import redact, redact_arguments, redact_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +80,8 @@ def carry_out(launch: Launch, argv: Sequence[str]) -> int:
         summary = launch.go()
     except (ChildFailed, Interrupted, OSError) as error:
         place = f"; the run directory is {launch.run.root}" if isinstance(error, OSError) else ""
-        sys.stderr.write(f"atropos-grpo-run: error: {error}{place}\n")
+        # It may hold the last lines of a program's log, and with them a traceback of a library.
+        sys.stderr.write(f"atropos-grpo-run: error: {redact_text(str(error))}{place}\n")
         if launch.run.metrics.exists():
             sys.stderr.write(f"atropos-grpo-run: {way_on(argv, launch, failed=not isinstance(error, Interrupted))}\n")
         return 1 if isinstance(error, OSError) else error.exit_code

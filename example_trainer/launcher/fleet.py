@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 REPORT_SECONDS: Final = 1.0
 LOADED: Final = frozenset({"joining", "serving", "draining"})
 """States in which a registered server has loaded its model."""
+NOT_DRAINING: Final = frozenset({"starting", "joining", "serving"})  # states of a server that was not told to drain
 
 NODES_FLAG: Final = "--num-inference-nodes"
 
@@ -141,7 +142,7 @@ class Fleet:
         """
         lines: list[str] = []
         try:
-            lines += self._note_ends()
+            lines += self._note_ends(restarts)
             if self._clock() >= self._report_at:
                 self._report_at = self._clock() + REPORT_SECONDS
                 lines += self._ask(restarts, ready=ready)
@@ -164,8 +165,7 @@ class Fleet:
             self._want_one_fewer()
         except AtroposError:  # a full disk: the next launch of the run would not know
             return None
-        restarts.cancel(server.name)
-        self._forget(server)
+        self._forget(server, restarts)
         self._note = (
             f"{server.name} is given up, and the run goes on with the other servers: {how}; see {child.log_path}"
         )
@@ -194,9 +194,12 @@ class Fleet:
             return
         complete = self._read_states()
         yield from self._note_states(self._states)
+        for server in self._drained_in_vain():
+            yield from self._release(server, restarts, complete=complete)
         if ready:
             yield from self._add_missing()
-            yield from self._release_surplus(self._states, restarts, complete=complete)
+            for server in self._surplus():
+                yield from self._release(server, restarts, complete=complete)
 
     def _read_states(self) -> bool:
         """Read the servers' states at the broker; return True if no server may be missing among them."""
@@ -245,25 +248,27 @@ class Fleet:
                 server.drains = True
                 yield f"{server.name} drains{self._replacement}"
 
-    def _note_ends(self) -> Iterator[str]:
+    def _note_ends(self, restarts: Restarts) -> Iterator[str]:
         """Forget the servers that have drained, and those that were added and did not start."""
         if self._limits.fixed:  # none of these is told to drain, so each end is a failure
             return
         for server in list(self._servers.values()):
             child = self._child(server)
-            code = None if child is None else child.exit_code
-            if child is None or code is None or (server.answered and not server.drains and code != 0):
+            if child is None or not (child.exit_code is not None or child.is_broken(time.monotonic())):
                 continue
-            how = describe_end(child)
+            code, how = child.exit_code, describe_end(child).splitlines()[0]  # a cluster without room has a table
+            if server.answered and not server.drains and code != 0:  # a failure of the run
+                continue
             if not server.drains:
                 self._want_one_fewer()
-            self._forget(server)
+            self._forget(server, restarts)
             if server.drains:
                 yield f"{server.name} has left{'' if code == 0 else f': it {how}'}"
             elif code == 0:
                 yield f"{server.name} has left{self._replacement}"
             else:
-                self._note = f"{server.name} did not start: it {how}; see {child.log_path}"
+                told = f"; see {child.log_path}" if child.log_path.exists() else ""
+                self._note = f"{server.name} did not start: it {how}{told}"
                 yield self._note
 
     def _add_missing(self) -> Iterator[str]:
@@ -300,22 +305,32 @@ class Fleet:
         """Return a free port of this machine; on another one the server takes one by itself."""
         return 0 if self._settings.placement.is_ray else free_port(held=server.port)
 
-    def _release_surplus(self, states: Mapping[str, str], restarts: Restarts, *, complete: bool) -> Iterator[str]:
-        """Have the newest servers drained; stop those that cannot have got a request yet."""
-        newest_first = sorted(self._staying(), key=lambda server: -server.index)
-        for server in newest_first[: max(0, len(newest_first) - self._record.wanted)]:
-            state = states.get(server.server_id)
-            if self._child(server) is None:
-                restarts.cancel(server.name)
-                self._forget(server)
-                yield f"{server.name} is not started again"
-            elif state in LOADED:
-                self._broker.drain_server(server.server_id)
+    def _surplus(self) -> list[_Server]:
+        """Return the servers that are too many, the newest first."""
+        return sorted(self._staying(), key=lambda server: server.index)[self._record.wanted :][::-1]
+
+    def _drained_in_vain(self) -> Iterator[_Server]:
+        """Yield the servers that drain no more: the process that was told has failed, and the next one is another to
+        the broker; or the broker was killed before the server had its answer.
+        """
+        for server in [server for server in self._servers.values() if server.drains]:
+            if self._child(server) is None or self._states.get(server.server_id) in NOT_DRAINING:
+                yield server
+
+    def _release(self, server: _Server, restarts: Restarts, *, complete: bool) -> Iterator[str]:
+        """Have a server drain; stop one that cannot have got a request yet, and do not start one again."""
+        state = self._states.get(server.server_id)
+        if self._child(server) is None:
+            self._forget(server, restarts)
+            yield f"{server.name} is not started again"
+        elif state in LOADED:
+            self._broker.drain_server(server.server_id)
+            if not server.drains:
                 server.drains = True
                 yield f"{server.name} drains"
-            elif state == "starting" or complete:  # not serving yet; in an incomplete set it may only be missing
-                self._forget(server)
-                yield f"{server.name} is stopped before it has served"
+        elif state == "starting" or complete:  # not serving yet; in an incomplete set it may only be missing
+            self._forget(server, restarts)
+            yield f"{server.name} is stopped before it has served"
 
     def _make(self, index: int, *, answered: bool) -> _Server:
         return _Server(index=index, server_id=server_id(self._settings, self._run, index), answered=answered)
@@ -323,10 +338,12 @@ class Fleet:
     def _child(self, server: _Server) -> SupervisedProgram | None:
         return self._supervisor.find(server.name)
 
-    def _forget(self, server: _Server) -> None:
-        """End what is left of a server, also at the broker, and give its port back."""
+    def _forget(self, server: _Server, restarts: Restarts) -> None:
+        """End what is left of a server, also at the broker, and give its port back; the next of its name is another."""
+        restarts.cancel(server.name)
         if server.name in self._supervisor:
             self._supervisor.stop(server.name)
+        self._supervisor.vacate(server.name)
         with suppress(AtroposError):  # a killed server holds its lease, and would be taken for the next of its name
             self._broker.remove_server(server.server_id)
         server.port.close()

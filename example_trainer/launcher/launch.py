@@ -55,7 +55,7 @@ from example_trainer.launcher.progress import (
     phase_of,
     reached,
 )
-from example_trainer.launcher.restarts import RestartBudget, Restarts, resuming
+from example_trainer.launcher.restarts import RestartBudget, Restarts, Resumption
 from example_trainer.launcher.run_dir import (
     RunDir,
     plan_run_dir,
@@ -64,7 +64,7 @@ from example_trainer.launcher.run_dir import (
     write_json,
     write_yaml,
 )
-from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings
+from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig, RunSettings
 from example_trainer.launcher.run_file_sections import refuse_broker_settings
 from example_trainer.launcher.run_lock import locked
 from example_trainer.launcher.run_report import report_line
@@ -82,9 +82,8 @@ from example_trainer.processes.tree import adopting_orphans, python_path
 TICK_SECONDS = 0.1
 CACHE_LOOKUP_SECONDS = 2.0
 
-# After the environments have ended, the trainer may still write its last checkpoint; if it takes longer, it waits for
-# something that will not come.
 TRAINER_LAG_SECONDS = 120.0
+"""Time after the environments' end in which a trainer with steps left may train what is queued: no more will come."""
 SETTLED_HERE = ("model_name", "atropos_url", "vllm_port", "inference_urls")
 """Settings of the trainer whose values the launcher determines."""
 
@@ -173,7 +172,7 @@ class Launch:
                 if self.settings.trainer.load_in_4bit:
                     discard_other_base(self.run.root, model, self.settings.trainer.dtype)
                 return self._train(plan, supervisor, snapshot, view, stop)
-            except (Interrupted, ChildFailed):
+            except (Interrupted, ChildFailed, OSError):  # OSError: a full disk, which may not be that of the run
                 self._stop_trainer(supervisor, snapshot, view, stop)
                 raise
             finally:
@@ -244,16 +243,22 @@ class Launch:
         events = MetricsTail(self.run.root / EVENTS_FILE, from_end=True)
         fleet = self._make_fleet(plan, supervisor)
         plan = fleet.first_plan()
+        restarts = self._make_restarts(supervisor)
         for spec in plan.children:
             supervisor.start(_told_servers(spec, fleet))
         resumes = self.settings.trainer.resume is not None
         feed = make_feed(plan, snapshot, tail, events, broker_token(self.settings), resumes=resumes)
         with contextlib.closing(feed), contextlib.closing(fleet):
-            self._watch(plan, supervisor, fleet, feed, view, stop)
+            self._watch(plan, supervisor, fleet, restarts, feed, view, stop)
             write_data_use(self.run.root, feed.read_status())
         snapshot.phase = "stopping"
         view.update(snapshot, ())
         return self._conclude(fleet.names, supervisor, snapshot, stop)
+
+    def _make_restarts(self, supervisor: Supervisor) -> Restarts:
+        config = self.settings.trainer
+        budget = RestartBudget(restarts=config.max_restarts, window_seconds=config.restart_window)
+        return Restarts(supervisor, budget, resumption=Resumption(config, self.run.root))
 
     def _make_fleet(self, plan: Plan, supervisor: Supervisor) -> Fleet:
         config = self.settings.trainer
@@ -271,14 +276,19 @@ class Launch:
         )
 
     def _watch(
-        self, plan: Plan, supervisor: Supervisor, fleet: Fleet, feed: Feed, view: View, stop: StopRequest
+        self,
+        plan: Plan,
+        supervisor: Supervisor,
+        fleet: Fleet,
+        restarts: Restarts,
+        feed: Feed,
+        view: View,
+        stop: StopRequest,
     ) -> None:
         """Watch the programs until the trainer and then, within `wait_timeout`, the environments have ended."""
         snapshot, config = feed.snapshot, self.settings.trainer
         waiting = {TRAINER, *plan.environments}
         trainer_alone, environments_alone = Stopwatch(), Stopwatch()
-        budget = RestartBudget(restarts=config.max_restarts, window_seconds=config.restart_window)
-        restarts = Restarts(supervisor, budget)
         while waiting:
             stop.raise_if_requested()
             rows = feed.poll()  # before failures are judged: what a program has written shows that it was ready
@@ -294,8 +304,7 @@ class Launch:
                 snapshot.phase = line
                 view.update(snapshot, ())
             for spec, number in restarts.due():
-                again = resuming(spec, config, self.run.root, self.started_at)
-                supervisor.start(_told_servers(again, fleet), restarted=number)
+                supervisor.start(_told_servers(spec, fleet), restarted=number)
             still = restarts.unfinished(waiting)
             if plan.final_server is not None and TRAINER in waiting - still and still:
                 supervisor.start(_with_version(plan.final_server, snapshot))
@@ -303,9 +312,10 @@ class Launch:
             snapshot.phase = phase_of(snapshot, waiting)
             view.update(snapshot, [*rows, *feed.poll()])
             note_engine_start(snapshot, supervisor)
-            if trainer_alone.seconds(waiting == {TRAINER} and bool(plan.environments)) > TRAINER_LAG_SECONDS:
-                raise ChildFailed("the environments have ended, but the trainer still waits for batches", exit_code=1)
-            if environments_alone.seconds(TRAINER not in waiting) > self.settings.trainer.wait_timeout:
+            lag_seconds, lag = _lag_of_trainer(snapshot, config)
+            if trainer_alone.seconds(waiting == {TRAINER} and bool(plan.environments)) > lag_seconds:
+                raise ChildFailed(f"the environments have ended, but the trainer {lag}", exit_code=1)
+            if environments_alone.seconds(TRAINER not in waiting) > config.wait_timeout:
                 self.notes.append(f"{', '.join(sorted(waiting))} did not end after the training and was stopped")
                 break
             time.sleep(TICK_SECONDS)
@@ -313,11 +323,14 @@ class Launch:
     def _conclude(
         self, servers: Sequence[str], supervisor: Supervisor, snapshot: Snapshot, stop: StopRequest
     ) -> Summary:
-        """Stop the servers, draw the picture meanwhile, and summarise; a missing picture does not fail a good run."""
+        """Stop what still runs, draw the picture meanwhile, and summarise; a missing picture fails no good run."""
         command = (sys.executable, "-m", "example_trainer.launcher.summary", str(self.run.root))
         plot = ChildSpec(name="plot", command=command, environment={"PYTHONPATH": python_path()}, ends_by_itself=True)
         drawing = supervisor.start(plot)
-        for name in (*servers, TEACHER, FINAL_SERVER, BROKER):
+        # An environment that did not end by itself is the first: it would fail without its server and its broker.
+        environments = [each.name for each in self.settings.environments if each.name in supervisor]
+        running = [name for name in environments if supervisor[name].exit_code is None]
+        for name in (*running, *servers, TEACHER, FINAL_SERVER, BROKER):
             if name in supervisor:
                 supervisor.stop(name)
         try:
@@ -409,6 +422,16 @@ def resolved(settings: RunSettings, plan: Plan) -> dict[str, object]:
             for spec in plan.children
         },
     }
+
+
+def _lag_of_trainer(snapshot: Snapshot, config: RunConfig) -> tuple[float, str]:
+    """Return for how long the trainer may go on without environments, and what it does if it goes on for longer.
+
+    After its last step it waits for no batch: it writes a checkpoint, and W&B sends what it has.
+    """
+    if snapshot.step < config.training_steps:
+        return TRAINER_LAG_SECONDS, "still waits for batches"
+    return config.wait_timeout, f"has not ended within {config.wait_timeout:g} s after its last step"
 
 
 def _told_servers(spec: ChildSpec, fleet: Fleet) -> ChildSpec:

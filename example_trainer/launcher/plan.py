@@ -270,16 +270,16 @@ class _Builder:
     def _teacher_of(self, entry: EnvironmentSettings) -> tuple[Any, list[str]]:
         """Return an environment's `teacher` section and flags.
 
-        The address is a flag as well: an environment that takes no teacher refuses it, but would ignore the section.
+        The address is a flag too, unless it has a password: an environment without a teacher would ignore the section.
         """
         given, typed = entry.teacher, self.settings.flags[TEACHER].without(*LAUNCHERS_OWN)
         if isinstance(given, list):
             return given, []
         if self.teacher is not None and "base_url" not in given:
             typed = typed.without("model_name")
-            url = f"http://{LOOPBACK}:{self.endpoints.teacher_port}"
-            given = for_environment(given, url=url, model=self.teacher.model_name)
-        address = () if "base_url" in typed.values else ("--teacher.base_url", str(given["base_url"]))
+            given = for_environment(given, port=self.endpoints.teacher_port, model=self.teacher.model_name)
+        leaves_out = "base_url" in typed.values or redact(url := str(given["base_url"])) != url
+        address = () if leaves_out else ("--teacher.base_url", url)
         return merge(given, typed.secret_values), [*address, *typed.without_secrets().arguments]
 
     def trainer(self) -> ChildSpec:

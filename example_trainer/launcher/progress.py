@@ -8,6 +8,7 @@ appends to `metrics.jsonl`. One poll costs well under a millisecond, so that wat
 from __future__ import annotations
 
 import http.client
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,6 +107,8 @@ class Snapshot:
     signs: list[dict[str, Any]] = field(default_factory=list)
     """Signs of trouble as the trainer wrote them, in the order of their appearance."""
     status: Mapping[str, Any] = field(default_factory=dict)
+    callers: set[str] = field(default_factory=set)
+    """Names of the environments that have called the broker since the launch and have not left it."""
 
     @property
     def elapsed_seconds(self) -> float:
@@ -164,6 +167,7 @@ class Feed:
         self._asked_at = 0.0
         self._knows_run = knows_run
         self._owner_before: tuple[Any, Any] | None = None
+        self._quiet: dict[str, float] = {}
 
     def poll(self) -> list[dict[str, Any]]:
         """Query everything that is due; return the rows of the steps trained since the last call."""
@@ -194,16 +198,32 @@ class Feed:
         status = self._broker.get_json("/v1/status")
         if status is not None:
             self.snapshot.status = status
-            if self._begun(status.get("run"), first=milestones.get("broker", 0.0) is None):
+            first = milestones.get("broker", 0.0) is None
+            if self._begun(status.get("run"), first=first):
                 self.snapshot.reach("trainer")
             self.snapshot.reach("broker")
-            if status.get("environments"):
+            self._note_callers(status.get("environments", ()), is_before=first and self._knows_run)
+            if self.snapshot.callers:
                 self.snapshot.reach("environment")
         for milestone, starting in self._starting.items():
             if milestones.get(milestone, 0.0) is None:
                 starting[:] = [server for server in starting if server.get("/health")[0] != 200]
                 if not starting:
                     self.snapshot.reach(milestone)
+
+    def _note_callers(self, rows: Sequence[Mapping[str, Any]], *, is_before: bool) -> None:
+        """Note which environments call and which leave: the broker lists those of earlier runs, too.
+
+        One has called if it was silent for longer at the last look; `is_before` is true for a first look at others.
+        """
+        for row in rows:
+            name, quiet = str(row.get("name")), row.get("quiet_seconds")
+            if not row.get("connected", True):
+                if (quiet or 0.0) <= SILENCE_SECONDS:  # after that it may only be silent
+                    self.snapshot.callers.discard(name)
+            elif not is_before and (quiet is None or quiet < self._quiet.get(name, math.inf)):
+                self.snapshot.callers.add(name)
+            self._quiet[name] = quiet or 0.0
 
     def _begun(self, run: Mapping[str, Any] | None, *, first: bool) -> bool:
         """Return True if this launch's trainer has begun the run: a known one had another owner at the first look."""
@@ -267,9 +287,9 @@ def phase_of(snapshot: Snapshot, waiting: set[str]) -> str:
 
 
 def silent_environments(snapshot: Snapshot) -> list[str]:
-    """Return the registered environments that have not called the broker for long: they run, but may be stuck."""
-    known = [entry for entry in snapshot.status.get("environments", ()) if isinstance(entry, dict)]
-    return [str(entry.get("name")) for entry in known if (entry.get("quiet_seconds") or 0.0) > SILENCE_SECONDS]
+    """Return the environments of this launch that have not called the broker for long: they run, but may be stuck."""
+    known = [entry for entry in snapshot.status.get("environments", ()) if entry.get("name") in snapshot.callers]
+    return [str(entry["name"]) for entry in known if (entry.get("quiet_seconds") or 0.0) > SILENCE_SECONDS]
 
 
 def note_engine_start(snapshot: Snapshot, supervisor: Supervisor) -> None:

@@ -33,7 +33,9 @@ FREEING_SECONDS = 60.0
 _LACKS_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|\bMemoryError\b|No available memory for the cache blocks", re.IGNORECASE
 )
-_SIGNALS_OF_CHANCE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+_STOPS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals at which a program may stop in order; it then exits with 128 + the number, as ours do."""
+_SIGNALS_OF_CHANCE = frozenset({signal.SIGKILL}) | _STOPS
 """Signals that come from outside: they say nothing about the program."""
 
 
@@ -85,12 +87,16 @@ class Restarts:
         supervisor: Supervisor,
         budget: RestartBudget,
         *,
+        resumption: Resumption | None = None,
         clock: Callable[[], float] = time.monotonic,
         kernel_kills: Callable[[], int] | None = None,
     ) -> None:
-        """`kernel_kills` counts the processes that the kernel has ended here for lack of memory so far."""
+        """`resumption` says what a trainer goes on from. `kernel_kills` counts the processes that the kernel has ended
+        here for lack of memory so far.
+        """
         self._supervisor = supervisor
         self._budget = budget
+        self._resumption = resumption
         self._clock = clock
         self._kernel_kills = kernel_kills or count_kernel_kills
         self._killed_before, self._killed_at = self._kernel_kills(), float("-inf")
@@ -129,12 +135,17 @@ class Restarts:
         return [self._plan_restart(failure.child) for failure in failures]
 
     def due(self) -> list[tuple[ChildSpec, int]]:
-        """Return the programs whose pause has ended, each with its number of restarts so far; each is returned once."""
+        """Return the programs whose pause has ended, as they are started now, each with its number of restarts so far;
+        each is returned once.
+        """
         now = self._clock()
         due = [pending for pending in self._pending.values() if pending.due_at <= now]
         for pending in due:
             del self._pending[pending.spec.name]
-        return [(pending.spec, pending.restarted) for pending in due]
+        return [(self._resumed(pending.spec), pending.restarted) for pending in due]
+
+    def _resumed(self, spec: ChildSpec) -> ChildSpec:
+        return spec if self._resumption is None else self._resumption.resuming(spec)
 
     def unfinished(self, names: Collection[str]) -> set[str]:
         """Return those of these programs that have not ended by themselves; one that failed since the last judgement
@@ -148,7 +159,8 @@ class Restarts:
         code = child.exit_code
         if not child.spec.may_restart or code in EXPLAINED_IN_ONE_LINE:
             return child.spec.why_final
-        killed = code is None or code < 0
+        by_chance = code is None or -code in _SIGNALS_OF_CHANCE or code - 128 in _STOPS
+        killed = by_chance or (code is not None and code < 0)
         if child.name in never_ready and not killed:
             return "it has never been ready, so its settings do not work here"
         if code == -signal.SIGKILL and self._clock() - self._killed_at <= FREEING_SECONDS:
@@ -156,7 +168,6 @@ class Restarts:
         lines = child.last_lines()
         if not killed and any(_LACKS_MEMORY.search(line) for line in lines):
             return "it lacks memory; `atropos doctor --memory` tells what fits"
-        by_chance = code is None or -code in _SIGNALS_OF_CHANCE
         return self._note(child, error="" if by_chance else f"{code} {reason(lines) or ''.join(lines[-1:])}")
 
     def _count_kernel_kills(self) -> None:
@@ -195,15 +206,34 @@ class Restarts:
         return line
 
 
-def resuming(spec: ChildSpec, config: RunConfig, run_dir: Path, launched_at: float) -> ChildSpec:
-    """Return a program as it is started again: the trainer continues from the run's newest checkpoint."""
-    if spec.name != TRAINER:
+class Resumption:
+    """The checkpoint that a trainer which is started again goes on from: the newest one of this launch.
+
+    One is made before the launch starts a program. If the user has gone back to a checkpoint, others in the folder may
+    be newer than that, so `auto` would be wrong; `latest` is right once the trainer has moved it. That is seen by the
+    link itself: it has its times from the file system's clock, which is not that of this machine.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+        self._resume = config.resume
+        self._latest = (config.save_path or run_dir) / LATEST_CHECKPOINT
+        self._link_before = self._read_link()
+
+    def resuming(self, spec: ChildSpec) -> ChildSpec:
+        """Return a program as it is started again: the trainer continues from the run's newest checkpoint."""
+        if spec.name != TRAINER:
+            return spec
+        first = spec.command[:-2] if RESUME_FLAG in spec.command else spec.command
+        if self._resume in {None, "auto"}:
+            return replace(spec, command=(*first, RESUME_FLAG, "auto"))
+        if self._latest.exists() and self._read_link() != self._link_before:
+            return replace(spec, command=(*first, RESUME_FLAG, str(self._latest.resolve())))
         return spec
-    first = spec.command[:-2] if RESUME_FLAG in spec.command else spec.command
-    if config.resume in {None, "auto"}:
-        return replace(spec, command=(*first, RESUME_FLAG, "auto"))
-    # Others in the folder may be newer than the one that the user has gone back to, so `auto` would be wrong.
-    latest = (config.save_path or run_dir) / LATEST_CHECKPOINT
-    if latest.exists() and latest.lstat().st_mtime >= launched_at:
-        return replace(spec, command=(*first, RESUME_FLAG, str(latest.resolve())))
-    return spec
+
+    def _read_link(self) -> tuple[int, int] | None:
+        """Return what tells the link from every other that has had its name; None if there is none."""
+        try:
+            found = self._latest.lstat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns

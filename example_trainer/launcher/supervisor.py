@@ -175,6 +175,9 @@ class Supervisor:
         end_processes(running, grace_seconds=grace_seconds, is_urgent=is_urgent)
         child.process.poll()
 
+    def vacate(self, name: str) -> None:
+        """Give back the place of a stopped program that is not started again; here it has none."""
+
     def close(self, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
         """End every process of the run, remove what they left and dismiss the guardian; may be called again."""
         self._note_shared_memory()

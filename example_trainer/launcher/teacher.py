@@ -7,11 +7,14 @@ launcher's own and no environment sees them: `gpu`, and `vllm`, which holds the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from atropos_api.common.cliconfig import ConfigError, nearest
+from atropos_api.common.secrets import redact
+from example_trainer.processes.ports import LOOPBACK
 
 if TYPE_CHECKING:
     from example_trainer.launcher.run_file import RunConfig, RunSettings
@@ -55,9 +58,9 @@ def own_teacher(settings: RunSettings) -> OwnTeacher | None:
     )
 
 
-def for_environment(given: Mapping[str, Any], *, url: str, model: str) -> dict[str, Any]:
-    """Return an environment's settings of a teacher that the launcher serves at `url`."""
-    ours = {"base_url": f"{url}/v1", "model_name": model, "tokenizer_name": model, "api_key": "none"}
+def for_environment(given: Mapping[str, Any], *, port: int | None, model: str) -> dict[str, Any]:
+    """Return an environment's settings of a teacher that the launcher serves at this port."""
+    ours = {"base_url": f"http://{LOOPBACK}:{port}/v1", "model_name": model, "tokenizer_name": model, "api_key": "none"}
     kept = {name: value for name, value in given.items() if name not in {*LAUNCHERS_OWN, "model_name"}}
     return {"server_type": "vllm", **ours, **kept}
 
@@ -77,6 +80,9 @@ def check_teacher(settings: RunSettings) -> None:
         if flags or server_flags:
             raise ConfigError("--teacher: teacher is a list of servers in the file; set it there")
         return
+    if not isinstance(given.get("vllm") or {}, Mapping):
+        shown = json.dumps(redact(given["vllm"]), default=str)
+        raise ConfigError(f"teacher.vllm takes settings of the teacher's server, got {shown}")
     own = sorted({*given} & {*LAUNCHERS_OWN})
     if "base_url" in given and (own or server_flags):
         what = own[0] if own else f"vllm.{next(iter(server_flags))}"
@@ -84,8 +90,10 @@ def check_teacher(settings: RunSettings) -> None:
             f"teacher.{what}: the launcher starts no teacher, because teacher.base_url {given['base_url']} names one; "
             "leave one of the two out"
         )
-    if given and not {*REACHED_BY} & {*given}:
-        misspelt = (f" ({TEACHER}.{name}{proposal})" for name in given if (proposal := nearest(name, REACHED_BY)))
+    without = [entry for entry in entries if isinstance(entry, Mapping) and "base_url" not in entry]
+    if without and not {*REACHED_BY} & {*given}:
+        names = {**given, **without[0]}
+        misspelt = (f" ({TEACHER}.{name}{proposal})" for name in names if (proposal := nearest(name, REACHED_BY)))
         raise ConfigError(
             f"teacher: it has no server{next(misspelt, '')}; name one with --teacher.base_url, or the model of a new "
             f"one with {MODEL_FLAG}"

@@ -134,6 +134,10 @@ class SupervisedProgram(ABC):
         code = self.exit_code
         return code is not None and not (code == 0 and self.spec.ends_by_itself)
 
+    def is_broken(self, now: float) -> bool:  # noqa: ARG002 - a program here has some time to replace what it lost
+        """Return True if it runs without something that it needs."""
+        return self.loss is not None and self.exit_code is None
+
     def last_lines(self, count: int = SHOWN_LINES) -> list[str]:
         """Return the last lines of its log."""
         return last_lines(self.log_path, count)

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from example_trainer.launcher.placement.roles import Role
+from example_trainer.processes.tree import MARK_VARIABLE
 
 GRACE_SECONDS = 60
 """Time in which the programs of a run that is stopped may end: the launcher's `--stop-grace`."""
@@ -158,12 +159,13 @@ def _launch_script(name: str) -> str:
 
 
 _PID_FILE = "/tmp/atropos-launcher.pid"  # noqa: S108 - inside the head's container
+_LEAVE = f"while grep -qs {MARK_VARIABLE}= /proc/[0-9]*/environ; do sleep 1; done"
+"""The end of a pod without the launcher waits for its programs: a cluster's pods are told to end at the same time."""
 _STOP = f'pid=$(cat {_PID_FILE}) && kill -TERM "$pid" && while kill -0 "$pid"; do sleep 1; done; true'
 
 
 def _cluster(machines: Machines, name: str, image: str, claim: str) -> dict[str, Any]:
-    head = _pod(machines, name, image, claim)
-    head["spec"]["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": ["bash", "-c", _STOP]}}}
+    head = _pod(machines, name, image, claim, at_end=_STOP)
     reached = {"dashboard-host": "0.0.0.0"}  # noqa: S104 - inside its pod; the submitter of the job calls it
     cluster: dict[str, Any] = {"headGroupSpec": {"rayStartParams": reached, "template": head}}
     if machines.nodes > 1:
@@ -173,13 +175,13 @@ def _cluster(machines: Machines, name: str, image: str, claim: str) -> dict[str,
             "minReplicas": machines.nodes - 1,
             "maxReplicas": machines.nodes - 1,
             "rayStartParams": {},
-            "template": _pod(machines, name, image, claim),
+            "template": _pod(machines, name, image, claim, at_end=_LEAVE),
         }
         cluster["workerGroupSpecs"] = [workers]
     return cluster
 
 
-def _pod(machines: Machines, name: str, image: str, claim: str) -> dict[str, Any]:
+def _pod(machines: Machines, name: str, image: str, claim: str, *, at_end: str) -> dict[str, Any]:
     resources: dict[str, Any] = {"cpu": str(machines.cpus)}
     if machines.gpus:
         resources["nvidia.com/gpu"] = str(machines.gpus)
@@ -188,6 +190,7 @@ def _pod(machines: Machines, name: str, image: str, claim: str) -> dict[str, Any
         "image": image,
         "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
         "resources": {"requests": dict(resources), "limits": dict(resources)},
+        "lifecycle": {"preStop": {"exec": {"command": ["bash", "-c", at_end]}}},
         "volumeMounts": [
             {"name": "runs", "mountPath": f"{MOUNT}/runs"},
             {"name": "config", "mountPath": f"{MOUNT}/config", "readOnly": True},

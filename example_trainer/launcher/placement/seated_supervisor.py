@@ -43,7 +43,8 @@ class SeatedProgram(SupervisedProgram):
         codes: list[int | None] = []
         for name, seat in zip(self.role.program_names, self.seats, strict=bool(self.seats)):
             state = seat.state()
-            loss = f"its seat on {seat.address} ({lost[seat.name]})" if seat.name in lost else state.loss
+            is_lost = seat.name in lost and state.exit_code is None  # of a process that has ended it is no loss
+            loss = f"its seat on {seat.address} ({lost[seat.name]})" if is_lost else state.loss
             if loss is not None or state.exit_code:
                 self.log_path = self.log_path.with_name(f"{name}.log")
             if loss is not None and self.loss is None:
@@ -110,7 +111,7 @@ class SeatedSupervisor(Supervisor):
         self._programs[spec.name] = program
         if role.name in self._seats:
             self._start_in_seats(program)
-        else:
+        elif role.name not in self._placing:  # a program that was stopped meanwhile may have asked already
             self._placing[role.name] = self._begin_placing([role])
         return program
 
@@ -120,7 +121,7 @@ class SeatedSupervisor(Supervisor):
         for name, found in list(self._placing.items()):
             if found.done():
                 del self._placing[name]
-                self._take_seats(self._programs[name], found)
+                self._take_seats(name, found)
         if not self._programs:
             return failed
         lost = self._placement.lost()
@@ -135,14 +136,14 @@ class SeatedSupervisor(Supervisor):
         if program is None:
             super().stop(name, grace_seconds=grace_seconds, is_urgent=is_urgent)
             return
-        waiting = self._placing.pop(name, None)
         self._stop_all(program.seats, grace_seconds, is_urgent)
-        if waiting is not None:
-            waiting.add_done_callback(lambda _: self._placement.release(name))
         lost = self._placement.lost()
-        has_left = program.exit_code == 0  # a server that has drained; after a failure the same seats are used again
-        if program.seats and (has_left or any(seat.name in lost for seat in program.seats)):
-            del self._seats[name]
+        if any(seat.name in lost for seat in program.seats):  # else the same seats are used again
+            self.vacate(name)
+
+    def vacate(self, name: str) -> None:
+        """Give the seats of a role back, also those that it is only about to get."""
+        if self._seats.pop(name, None) is not None:
             self._placement.release(name)
 
     def close(self, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
@@ -182,13 +183,19 @@ class SeatedSupervisor(Supervisor):
         for stopped in filter(Future.done, stopping):
             stopped.result()
 
-    def _take_seats(self, program: SeatedProgram, found: Future[Places]) -> None:
+    def _take_seats(self, name: str, found: Future[Places]) -> None:
+        """Start the program in its seats; give them back if it was stopped meanwhile."""
+        program = self._programs.get(name)
         try:
             self._seats.update(found.result())
         except PlacementFailed as error:
-            program.loss = LostProcess(title=f"its place: {error}", noticed_at=time.monotonic())
+            if program is not None:
+                program.loss = LostProcess(title=f"its place: {error}", noticed_at=time.monotonic())
             return
-        self._start_in_seats(program)
+        if program is None:
+            self.vacate(name)
+        else:
+            self._start_in_seats(program)
 
     def _start_in_seats(self, program: SeatedProgram) -> None:
         """Start the program in each seat of its role: the ranks of a gang meet at the first seat."""

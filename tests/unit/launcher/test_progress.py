@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from atropos_api.common.cliconfig import ConfigError
-from example_trainer.launcher.progress import KEPT_ROWS, Endpoint, Feed, Snapshot, silent_environments
+from example_trainer.launcher.progress import KEPT_ROWS, SILENCE_SECONDS, Endpoint, Feed, Snapshot, silent_environments
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.launcher.views import LastingView, PlainView, make_view, render, sparkline
 from example_trainer.monitoring.trackers import MetricsTail
@@ -263,10 +264,60 @@ def test_both_views_name_the_page_once_the_programs_are_planned(tmp_path: Path) 
     assert "http://127.0.0.1:8000/" in capture.get()
 
 
-def test_an_environment_that_fell_silent_is_named(tmp_path: Path) -> None:
-    state = snapshot(tmp_path)
-    state.status = {"environments": [{"name": "a", "quiet_seconds": 0.5}, {"name": "b", "quiet_seconds": 90.0}]}
-    assert silent_environments(state) == ["b"]
+class _Statuses(Endpoint):
+    """A broker that lists environments by their silence in seconds; one that has left has a minus before it."""
+
+    def __init__(self) -> None:
+        super().__init__("http://127.0.0.1:9")
+        self.quiet: dict[str, float] = {}
+
+    def get_json(self, path: str) -> dict[str, Any]:
+        rows = [
+            {"name": name, "quiet_seconds": abs(quiet), "connected": 0 <= quiet <= SILENCE_SECONDS}
+            for name, quiet in self.quiet.items()
+        ]
+        return {"environments": rows}
+
+
+def looks(tmp_path: Path, *quiet: dict[str, float], knows_run: bool = False) -> Iterator[Snapshot]:
+    """Yield the snapshot after each look at the broker."""
+    state, broker = snapshot(tmp_path), _Statuses()
+    state.milestones = dict.fromkeys(["broker", "environment"])
+    feed = Feed(state, metrics=MetricsTail(tmp_path / "none"), broker=broker, knows_run=knows_run)
+    for broker.quiet in quiet:
+        feed._asked_at = 0.0
+        feed.poll()
+        yield state
+    feed.close()
+
+
+def test_an_environment_that_fell_silent_is_named_until_it_calls_and_one_that_has_left_is_not(tmp_path: Path) -> None:
+    found = [
+        silent_environments(state)
+        for state in looks(
+            tmp_path,
+            {"a": 0.5, "b": 0.1, "left": 0.2},
+            {"a": 1.0, "b": 59.0, "left": -1.0},
+            {"a": 2.0, "b": 90.0, "left": -90.0},
+            {"a": 3.0, "b": 0.1, "left": -91.0},
+        )
+    ]
+    assert found == [[], [], ["b"], []]
+
+
+def test_environments_of_an_earlier_run_are_neither_awaited_nor_silent(tmp_path: Path) -> None:
+    found = [
+        (silent_environments(state), state.milestones["environment"] is not None)
+        for state in looks(
+            tmp_path,
+            {"before": 5.0, "the same": 5.0},
+            {"before": 59.0, "the same": 59.0},
+            {"before": 90.0, "the same": 0.5},
+            {"before": 900.0, "the same": 61.0},
+            knows_run=True,
+        )
+    ]
+    assert found == [([], False), ([], False), ([], True), (["the same"], True)]
 
 
 def test_a_sparkline_keeps_to_its_scale() -> None:

@@ -18,7 +18,7 @@ from atropos_api.common.cliconfig import ConfigError
 from example_trainer.commands import main
 from example_trainer.launcher.placement.render import BEFORE_LIMIT_SECONDS, GRACE_SECONDS
 from example_trainer.launcher.run_file import read_settings
-from example_trainer.processes.tree import wait_until
+from example_trainer.processes.tree import MARK_VARIABLE, wait_until
 
 RAY_JOB_SCHEMA = Path(__file__).with_name("ray_job_schema.json")
 """The schema of a RayJob in KubeRay 1.7.0 (`ray.io_rayjobs.yaml`), closed: of fields that no job of ours has, only the
@@ -172,6 +172,21 @@ def test_the_end_of_a_pod_stops_the_launcher_however_the_job_s_words_are_quoted(
         subprocess.run(head["lifecycle"]["preStop"]["exec"]["command"], check=True, timeout=60)
         assert submitted.wait(20) == 143
     assert (tmp_path / "ended").exists()
+
+
+def test_the_end_of_another_pod_waits_for_the_programs_that_the_launcher_stops(run_file, capsys) -> None:
+    """All pods of a cluster are told to end at once, and the trainer writes a checkpoint first."""
+    _, job = yaml.safe_load_all(rendered(capsys, "kuberay", str(run_file), "--image", "i"))
+    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    *shell, code = workers["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert f"{MARK_VARIABLE}= " in code
+    code = code.replace(f"{MARK_VARIABLE}=", f"{MARK_VARIABLE}=of-this-test")
+    with subprocess.Popen(["sleep", "600"], env={MARK_VARIABLE: "of-this-test.1."}) as program:
+        waits = subprocess.Popen([*shell, code])
+        with pytest.raises(subprocess.TimeoutExpired):
+            waits.wait(2)
+        program.kill()
+    assert waits.wait(20) == 0
 
 
 @pytest.mark.parametrize("name", ["Mein Lauf_1", "訓練", "a" * 38 + "-" + "b" * 20, "-"])

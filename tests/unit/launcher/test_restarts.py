@@ -160,6 +160,22 @@ def test_a_program_that_exits_before_it_was_ever_ready_is_not_tried_again_but_a_
         restarts.plan(restarts.judge_failures({"vllm"}))
 
 
+def test_a_program_that_stops_in_order_at_a_signal_was_ended_by_chance_as_one_that_is_killed(
+    supervisor, restarts, clock, tmp_path: Path
+) -> None:
+    stops = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(143)); open({!r}, 'w'); time.sleep(600)"
+    for number in range(3):  # the budget, and not the number of equal errors
+        begun = tmp_path / f"begun-{number}"
+        child = supervisor.start(program(stops.format(str(begun))))
+        assert wait_until(begun.exists, 10)
+        killed(child, signal.SIGTERM)
+        assert child.exit_code == 143
+        (line,) = restarts.plan(restarts.judge_failures({"vllm"}))
+        assert f"restart {number + 1} of 3" in line
+        clock.now += 10
+        restarts.due()
+
+
 @pytest.mark.parametrize(
     "message",
     [

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from example_trainer.launcher.launch import Launch, plan_launch
-from example_trainer.launcher.restarts import resuming
+from example_trainer.launcher.restarts import Resumption
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.launcher.stop_request import Interrupted
 from example_trainer.launcher.totals import read_launches
@@ -48,24 +49,37 @@ def write_checkpoint(root: Path, step: int, *, at: float) -> Path:
 
 
 def test_a_trainer_is_started_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    config = settings_of().trainer
-    again = resuming(TRAINER, config, tmp_path, LAUNCHED_AT)
+    resumption = Resumption(settings_of().trainer, tmp_path)
+    again = resumption.resuming(TRAINER)
     assert again.command == (*TRAINER.command, "--resume", "auto")
-    assert resuming(again, config, tmp_path, LAUNCHED_AT) == again, "the flag is there once, however often it restarts"
+    assert resumption.resuming(again) == again, "the flag is there once, however often it restarts"
 
 
-def test_a_run_that_went_back_to_a_checkpoint_never_jumps_to_a_newer_one_of_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead_seconds", [0.0, 3600.0, -3600.0], ids=["right", "ahead", "behind"])
+def test_a_run_that_went_back_to_a_checkpoint_never_jumps_to_a_newer_one_of_before_whatever_clock_the_files_have(
+    tmp_path: Path, ahead_seconds: float
+) -> None:
     config = settings_of("--resume", str(tmp_path / "checkpoint-6")).trainer
-    write_checkpoint(tmp_path, 9, at=LAUNCHED_AT - 5)
-    assert resuming(TRAINER, config, tmp_path, LAUNCHED_AT) == TRAINER
-    written = write_checkpoint(tmp_path, 8, at=LAUNCHED_AT + 5)
-    again = resuming(TRAINER, config, tmp_path, LAUNCHED_AT)
+    write_checkpoint(tmp_path, 9, at=time.time() + ahead_seconds - 5)
+    resumption = Resumption(config, tmp_path)
+    assert resumption.resuming(TRAINER) == TRAINER
+    written = write_checkpoint(tmp_path, 8, at=time.time() + ahead_seconds + 5)
+    again = resumption.resuming(TRAINER)
     assert again.command == (*TRAINER.command, "--resume", str(written))
+
+
+def test_a_run_that_went_back_to_another_folder_s_checkpoint_goes_on_from_the_first_of_its_own(tmp_path: Path) -> None:
+    elsewhere, root = tmp_path / "elsewhere", tmp_path / "run"
+    config = settings_of("--resume", str(elsewhere / "checkpoint-6")).trainer
+    resumption = Resumption(config, root)
+    assert resumption.resuming(TRAINER) == TRAINER
+    written = write_checkpoint(root, 7, at=LAUNCHED_AT)
+    assert resumption.resuming(TRAINER).command == (*TRAINER.command, "--resume", str(written))
 
 
 def test_another_program_is_started_again_by_the_same_command(tmp_path: Path) -> None:
     broker = ChildSpec(name="broker", command=("run-api",))
-    assert resuming(broker, settings_of().trainer, tmp_path, LAUNCHED_AT) == broker
+    assert Resumption(settings_of().trainer, tmp_path).resuming(broker) == broker
 
 
 @pytest.mark.parametrize(
@@ -101,6 +115,18 @@ def test_printed_commands_work_as_printed_where_the_environment_is_not_activated
 def test_the_command_that_goes_on_shows_no_secret(tmp_path: Path) -> None:
     launch = plan_launch(settings_of("--run-dir", str(tmp_path)))
     assert "hunter2" not in resume_command(["--api.token", "hunter2"], launch)
+
+
+def test_the_end_of_a_failed_program_s_log_is_shown_without_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: Launch) -> None:
+        raise ChildFailed("environment exited with code 1\n  ConnectError: http://me:hunter2@proxy:3128", exit_code=1)
+
+    monkeypatch.setattr(Launch, "go", fail)
+    assert carry_out(plan_launch(settings_of("--run-dir", str(tmp_path))), []) == 1
+    told = capsys.readouterr().err
+    assert told.endswith("\n  ConnectError: http://me:***@proxy:3128\n")
 
 
 def test_a_full_disk_ends_the_launch_with_one_line_and_the_command_that_goes_on(

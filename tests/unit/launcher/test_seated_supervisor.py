@@ -93,6 +93,17 @@ def test_a_lost_seat_ends_its_gang_which_is_placed_anew_as_a_whole(supervisor, p
     assert not set(placement.places["trainer"]) & set(before)
 
 
+def test_a_program_that_has_ended_well_is_not_started_again_when_its_node_is_lost_later(supervisor, placement) -> None:
+    """The trainer would begin the finished run again, while its final evaluation goes on."""
+    program = supervisor.start(spec("trainer"))
+    for seat in placement.places["trainer"]:
+        seat.now = ProgramState(exit_code=0)
+    assert supervisor.failed() == []
+    placement.losses[placement.places["trainer"][1].name] = "its node has died"
+    assert supervisor.failed() == []
+    assert program.exit_code == 0
+
+
 def test_a_role_without_a_place_fails_once_more_with_what_was_wanted_and_free(supervisor, placement) -> None:
     placement.free = 0
     supervisor.start(spec("vllm"))
@@ -127,8 +138,63 @@ def test_a_server_that_is_added_later_gets_a_place_like_the_first_one_s(supervis
     assert supervisor.failed() == []
     assert found.exit_code == 0, "it has drained"
     supervisor.stop("vllm-2")
+    supervisor.vacate("vllm-2")
     assert supervisor.find("vllm-2") is None
     assert (placement.free, "vllm-2" in placement.places) == (1, False)
+
+
+class Crowded(FakePlacement):
+    """A placement on a cluster that has room only once others have left it."""
+
+    def __init__(self, free: int) -> None:
+        super().__init__(free)
+        self.has_room = threading.Event()
+        self.has_room.set()
+        self.asked = 0
+
+    def place(self, roles: Sequence[Role]) -> Places:
+        self.asked += 1
+        self.has_room.wait()
+        return super().place(roles)
+
+
+@pytest.fixture
+def crowded(tmp_path: Path) -> Iterator[tuple[SeatedSupervisor, Crowded]]:
+    """A cluster on which the first server has its place, and a second one is waited for."""
+    placement = Crowded(free=2)
+    with SeatedSupervisor(tmp_path, placement) as supervisor:
+        supervisor.place([SERVER], lambda: None)
+        placement.has_room.clear()
+        supervisor.start(spec("vllm-2"))
+        yield supervisor, placement
+        placement.has_room.set()
+
+
+def test_a_place_that_is_found_once_its_program_was_stopped_is_given_back(
+    crowded: tuple[SeatedSupervisor, Crowded],
+) -> None:
+    supervisor, placement = crowded
+    supervisor.stop("vllm-2")
+    supervisor.vacate("vllm-2")
+    placement.has_room.set()
+    assert wait_until(lambda: placement.free == 0, 10)
+    assert wait_until(lambda: not supervisor.failed() and placement.free == 1, 10)
+    assert "vllm-2" not in placement.places
+
+
+def test_a_program_that_is_started_again_takes_the_place_that_was_asked_for_before(
+    crowded: tuple[SeatedSupervisor, Crowded],
+) -> None:
+    """A second request would be given back in the name of the first, with the program in it."""
+    supervisor, placement = crowded
+    supervisor.stop("vllm-2")
+    supervisor.vacate("vllm-2")
+    program = supervisor.start(spec("vllm-2"))
+    placement.has_room.set()
+    assert wait_until(lambda: not supervisor.failed() and "vllm-2" in placement.places, 10)
+    assert wait_until(lambda: not supervisor.failed() and bool(program.seats), 10)
+    assert (placement.asked, placement.free) == (2, 0)
+    assert [len(seat.started) for seat in placement.places["vllm-2"]] == [1]
 
 
 def test_what_has_no_role_runs_here_and_the_end_stops_every_seat(tmp_path: Path) -> None:

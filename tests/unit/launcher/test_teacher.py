@@ -126,12 +126,44 @@ def test_an_environment_without_a_teacher_refuses_one_instead_of_ignoring_it(tmp
             r"teacher\.gpu: the launcher starts no",
         ),
         ((*DISTILL, "--teacher.base_url", "http://t/v1", "--teacher.vllm.seed", "1"), r"teacher\.vllm\.seed: the"),
+        ((*DISTILL, *NAMED, "--teacher.vllm", "fast"), r"teacher\.vllm takes settings of the .* server, got \"fast\""),
     ],
 )
 def test_a_teacher_that_would_be_of_no_use_is_refused_in_one_line(argv: tuple[str, ...], told: str) -> None:
     with pytest.raises(ConfigError, match=told) as caught:
         read_settings(["--model-name", "some/model", *argv])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "told"),
+    [
+        ("{timeout: 3}", "teacher: it has no server; name one"),
+        ("", "teacher: it has no server; name one"),
+        ("{model_nam: t}", r"no server \(teacher\.model_nam, did you mean model_name\?\)"),
+    ],
+)
+def test_a_teacher_of_one_of_several_environments_needs_a_server_too(tmp_path: Path, teacher: str, told: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"environments: [{{file: distill_server.py, teacher: {teacher}}}, {{file: gsm8k_server.py}}]")
+    flags = ["--model-name", "some/model", "--distill", "forward_kl", "--config", str(path)]
+    with pytest.raises(ConfigError, match=told):
+        read_settings(flags)
+    assert read_settings([*flags, *NAMED]).environments[0].teacher is not None
+
+
+def test_an_address_with_a_password_is_in_no_record_and_no_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    url = "http://me:hush-hush@t/v1"
+    path.write_text(f"env: {{server: distill_server.py}}\nteacher: {{base_url: '{url}'}}")
+    for made in (
+        plan(tmp_path, "--config", str(path), "--distill", "forward_kl"),
+        plan(tmp_path, *DISTILL, "--teacher.base_url", url),
+    ):
+        child = made.child("environment")
+        assert child is not None
+        assert "hush-hush" not in " ".join(child.command) + repr(made.files)
+        assert child.secret_settings["teacher"]["base_url"] == url
 
 
 def test_a_teacher_without_a_model_directory_or_a_free_port_is_reported_with_its_flag(tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""The end of a launch: what still runs is stopped in order, and nothing that was well done is called a failure."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from example_trainer.launcher.launch import TRAINER_LAG_SECONDS, Launch, _lag_of_trainer, plan_launch
+from example_trainer.launcher.plan import BROKER, TRAINER
+from example_trainer.launcher.progress import Snapshot
+from example_trainer.launcher.run_file import read_settings
+from example_trainer.launcher.stop_request import StopRequest
+from example_trainer.launcher.supervisor import FAILURE_GRACE_SECONDS, Supervisor
+from example_trainer.processes.child import ChildSpec
+from example_trainer.processes.tree import wait_until
+
+WAITS = "import time; time.sleep(600)"
+FAILS_WITHOUT_BROKER = """
+import psutil, sys, time
+broker = psutil.Process(int(sys.argv[1]))
+open(sys.argv[2], "w").close()
+while broker.is_running() and broker.status() != "zombie":
+    time.sleep(0.01)
+sys.exit("BrokerUnreachable: nothing answers")
+"""
+WRITES_SLOWLY = """
+import pathlib, signal, sys, time
+def write(*_):
+    time.sleep(float(sys.argv[2]))
+    pathlib.Path(sys.argv[1], "written").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, write)
+pathlib.Path(sys.argv[1], "trains").touch()
+time.sleep(600)
+"""
+
+
+def planned(tmp_path: Path, *flags: str) -> Launch:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    return plan_launch(read_settings(["--model-name", str(model), "--run-dir", str(tmp_path / "run"), *flags]))
+
+
+def program(name: str, code: str, *arguments: str, ends: bool = True) -> ChildSpec:
+    return ChildSpec(name=name, command=(sys.executable, "-c", code, *arguments), ends_by_itself=ends)
+
+
+def test_an_environment_that_does_not_end_is_stopped_before_its_broker_and_spoils_no_picture(tmp_path: Path) -> None:
+    launch = planned(tmp_path, "--env.server", "arithmetic_server.py")
+    launch.run = launch.run.reserve().create()
+    row = {"step": 1, "reward/mean": 0.5, "time/step": 0.1, "timestamp": time.time()}
+    launch.run.metrics.write_text(json.dumps(row) + "\n")
+    snapshot = Snapshot(name="x", run_dir=launch.run.root, total_steps=1, started_at=time.time())
+    with Supervisor(launch.run.logs) as supervisor:
+        broker = supervisor.start(program(BROKER, WAITS, ends=False))
+        begun = tmp_path / "begun"
+        supervisor.start(program("environment", FAILS_WITHOUT_BROKER, str(broker.process.pid), str(begun)))
+        assert wait_until(begun.exists, 20)
+        launch._conclude([], supervisor, snapshot, StopRequest())
+    assert [note for note in launch.notes if "environment" in note] == []
+    assert launch.run.plot.exists()
+
+
+def test_a_full_disk_gives_the_trainer_the_time_of_a_stop_for_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(launch: Launch, plan: object, supervisor: Supervisor, *_: object) -> None:
+        seconds = FAILURE_GRACE_SECONDS + 1.0
+        supervisor.start(program(TRAINER, WRITES_SLOWLY, str(tmp_path), str(seconds)))
+        assert wait_until((tmp_path / "trains").exists, 20)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Launch, "_train", fail)
+    with pytest.raises(OSError, match="No space left"):
+        planned(tmp_path, "--atropos-url", "http://broker:8000").go()
+    assert (tmp_path / "written").exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("step", "seconds", "told"),
+    [(9, TRAINER_LAG_SECONDS, "waits for batches"), (10, 900.0, "not ended within 900 s after its last step")],
+)
+def test_a_trainer_that_has_trained_all_its_steps_does_not_wait_for_batches(
+    tmp_path: Path, step: int, seconds: float, told: str
+) -> None:
+    config = planned(tmp_path, "--training-steps", "10", "--wait-timeout", "900").settings.trainer
+    snapshot = Snapshot(name="x", run_dir=tmp_path, total_steps=10, started_at=0.0, rows=[{"step": step}])
+    limit, words = _lag_of_trainer(snapshot, config)
+    assert limit == seconds
+    assert told in words
