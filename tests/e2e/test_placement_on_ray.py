@@ -67,6 +67,7 @@ def test_a_run_trains_on_the_nodes_and_gives_everything_back(start, nodes: RayNo
     launched = start("--training-steps", "300")
     launched.wait_for_steps(3)
     found = programs(launched)
+    assert {program.nice() for program in found.values()} == {0}, "Ray's own processes run at niceness 15"
     assert set(found) == {"api", "vllm", "vllm-2", "environment", "trainer"}
     for name in ("vllm", "vllm-2", "environment", "trainer"):
         assert nodes.raylet_of(found[name]) in nodes.raylets

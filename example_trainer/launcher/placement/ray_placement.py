@@ -44,6 +44,8 @@ RAYLET_INTERVAL_SECONDS = 0.5
 HEAD_INTERVAL_SECONDS = 2.0
 HEAD_SILENCES = 3
 CLOSE_SECONDS = 10.0
+SEAT_ENVIRONMENT = {"env_vars": {"RAY_worker_niceness": "0"}}
+"""Ray starts actors at niceness 15, which a seat's programs would inherit, though they are the work of their node."""
 
 
 def connect(settings: PlacementSettings, run: RunDir) -> RayPlacement:
@@ -258,6 +260,7 @@ class RayPlacement:
                 num_gpus=role.gpus,
                 max_restarts=0,
                 scheduling_strategy=strategy,
+                runtime_env=SEAT_ENVIRONMENT,
             ).remote(self._run.logs, hides_gpus=not role.gpus, directory=Path.cwd())
             actors.append((seat_name, made, made.arrive.remote(self._run.logs)))
         seats = []
