@@ -86,6 +86,8 @@ class EnvironmentWorker:
         self._rollouts: TaskGroup | None = None
         self._startup: anyio.CancelScope | None = None
         self._evaluation: anyio.CancelScope | None = None
+        self._admission: anyio.CancelScope | None = None
+        """The wait for the broker or the next item, if there is one."""
         self._evaluation_due = self._evaluates = False
         self._joined: tuple[str | None, int | None] | None = None
         """The run whose settings are adopted, and the number of its owner."""
@@ -217,7 +219,10 @@ class EnvironmentWorker:
         """Start rollouts while there is room for them, and evaluations when they are due."""
         while self._active:
             if not self._has_joined and self._pacing.paused_because is None:
-                await self._join_run()
+                with anyio.CancelScope() as self._admission:
+                    await self._join_run()
+                if self._stopping:
+                    return
             if self._log_due:
                 await self._log()
             if self._evaluation_can_start:
@@ -248,7 +253,9 @@ class EnvironmentWorker:
         while self._active and self._has_joined and self._has_room():
             if self._log_due or self._evaluation_can_start:
                 return
-            item = await self._collector.next_item()
+            item = None
+            with anyio.CancelScope() as self._admission:
+                item = await self._collector.next_item()
             if item is None:
                 return
             self._running += 1
@@ -411,7 +418,7 @@ class EnvironmentWorker:
         await stop.wait_for(1)
         logger.info("%s: finishing the work in progress", stop.signal.name if stop.signal is not None else "stopped")
         self._stopping = True
-        for scope in (self._startup, self._evaluation):
+        for scope in (self._startup, self._evaluation, self._admission):
             if scope is not None:
                 scope.cancel()
         self._changed.notify()

@@ -11,6 +11,7 @@ from atropos_api.testing import memory_broker
 from atropos_api.wire.messages import RunRequest
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, scored_group
 from environments.sdk.runtime import rollouts
+from environments.sdk.runtime.broker_session import BrokerConnection
 from environments.sdk.runtime.stopping import StopRequest
 from environments.sdk.runtime.worker import EnvironmentWorker
 from environments.sdk.server_manager import ServerManager
@@ -182,3 +183,29 @@ async def test_a_rollout_that_ignores_its_cancellation_stops_the_server(tokenize
     await serve(env, stop)
     assert (stop.count, stop.exit_code) == (1, 1)
     assert "after --env.worker_timeout had cancelled it" in caplog.text
+
+
+@pytest.mark.parametrize("leases", [False, True])
+async def test_a_stop_ends_the_wait_for_the_next_item_at_once(tokenizer_folder, monkeypatch, leases):
+    """An item that never comes: the environment's own, or one that a broker which is gone would lease."""
+    env, stop, waiting = make(tokenizer_folder, ends_the_process), StopRequest(), anyio.Event()
+    monkeypatch.setattr(stop, "set_grace", lambda *_: None)  # it would end this process
+
+    async def wait(*_):
+        waiting.set()
+        await anyio.sleep_forever()
+
+    if leases:
+        type(env).numbers_items = True
+        monkeypatch.setattr(BrokerConnection, "lease_items", wait)
+    else:
+        env.get_next_item = wait
+
+    async def stop_the_wait():
+        await waiting.wait()
+        stop.request("a test")
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(stop_the_wait)
+            await serve(env, stop)
