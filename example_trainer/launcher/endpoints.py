@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos_api.common.cliconfig import ConfigError
-from atropos_api.common.files import expand_home
+from atropos_api.common.files import expand_home, write_private
 from atropos_api.common.identity import EVERYWHERE, LOOPBACK_NAMES, host_in_url, is_this_host
 from atropos_api.common.secrets import TOKEN_VARIABLE, TokenSource
 from example_trainer.launcher.run_file import RunConfig, RunSettings
@@ -213,6 +213,15 @@ def broker_token(settings: RunSettings) -> TokenSource:
     token = TokenSource.settle(config.atropos_token, config.atropos_token_file, os.environ, flag="--atropos-token-file")
     reached = settings.placement.is_ray and "atropos_url" not in config.model_fields_set
     return TokenSource(settings.placement.own_token) if reached and not (token.value or token.file) else token
+
+
+def save_own_token(settings: RunSettings, path: Path) -> Path | None:
+    """Write the broker's token to a file for this user alone if the launcher made it, and return the file's path."""
+    token = broker_token(settings).value
+    if token != settings.placement.own_token:
+        return None
+    write_private(path, f"{token}\n")
+    return path
 
 
 def token_variables(token: TokenSource) -> dict[str, str]:

@@ -28,7 +28,7 @@ from example_trainer.launcher.base_model import (
     require_on_hub,
 )
 from example_trainer.launcher.data_use import write_data_use
-from example_trainer.launcher.endpoints import Endpoints, broker_token, settle_endpoints
+from example_trainer.launcher.endpoints import Endpoints, broker_token, save_own_token, settle_endpoints
 from example_trainer.launcher.environment_check import LAUNCH_SECONDS, EnvironmentCheck
 from example_trainer.launcher.environment_settings import require_fillable
 from example_trainer.launcher.fleet import Fleet
@@ -237,6 +237,7 @@ class Launch:
     def _train(self, plan: Plan, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest) -> Summary:
         snapshot.milestones |= dict.fromkeys(milestones_of(plan))
         snapshot.page_url = f"{plan.endpoints.broker_url}/"
+        snapshot.token_file = save_own_token(self.settings, self.run.broker_token)
         snapshot.phase = "starting"
         # Opened before the children start, so that a resumed run shows the new steps only.
         tail = MetricsTail(self.run.metrics, from_end=True)

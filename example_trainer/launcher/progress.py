@@ -102,6 +102,8 @@ class Snapshot:
     phase: str = "starting"
     page_url: str = ""
     """Address of the broker's live page; empty before the programs are planned."""
+    token_file: Path | None = None
+    """File with the token that this page asks for, if the launcher made one."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     """The newest steps, the last one trained at the end."""
     signs: list[dict[str, Any]] = field(default_factory=list)

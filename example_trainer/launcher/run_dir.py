@@ -105,6 +105,11 @@ class RunDir:
         return self.root / TIMELINE_NAME
 
     @property
+    def broker_token(self) -> Path:
+        """File with the broker's token, if the launcher made one."""
+        return self.root / "broker-token"
+
+    @property
     def fleet_record(self) -> Path:
         return self.root / "fleet.json"
 

@@ -160,7 +160,7 @@ class PlainView:
                 self._line(reached_at - snapshot.started_at, f"{name} ready")
         if snapshot.page_url != self._page_url:
             self._page_url = snapshot.page_url
-            self._line(snapshot.elapsed_seconds, f"page for a browser: {snapshot.page_url}")
+            self._line(snapshot.elapsed_seconds, f"page for a browser: {_page(snapshot)}")
         for row in rows:
             at = float(row.get("timestamp", time.time())) - snapshot.started_at
             self._line(at, step_line(row, snapshot))
@@ -213,7 +213,7 @@ def render(snapshot: Snapshot) -> RenderableType:
         (snapshot.name, "bold"), f"  {snapshot.run_dir}  ", (f"{snapshot.elapsed_seconds:.0f} s", "dim")
     )
     if snapshot.page_url:
-        head.append(f"  {snapshot.page_url}", style="dim")
+        head.append(f"  {_page(snapshot)}", style="dim")
     drops = [Text(line, style="yellow") for line in snapshot.drops]
     if not snapshot.rows:
         return Group(head, _milestones(snapshot), *drops)
@@ -221,6 +221,11 @@ def render(snapshot: Snapshot) -> RenderableType:
     waits = [Text(found, style="yellow")] if found else []
     signs = [Text(sign_line(sign), style="yellow") for sign in snapshot.signs[-SHOWN_SIGNS:]]
     return Group(head, _milestones(snapshot), *_steps(snapshot), *waits, *drops, *signs)
+
+
+def _page(snapshot: Snapshot) -> str:
+    token = f" (its token is in {snapshot.token_file})" if snapshot.token_file is not None else ""
+    return f"{snapshot.page_url}{token}"
 
 
 def step_line(row: dict[str, Any], snapshot: Snapshot) -> str:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from atropos_api.common.cliconfig import ConfigError
-from example_trainer.launcher.endpoints import EVERY_ADDRESS, broker_token, settle_endpoints
+from example_trainer.launcher.endpoints import EVERY_ADDRESS, broker_token, save_own_token, settle_endpoints
 from example_trainer.launcher.launch import plan_launch
 from example_trainer.launcher.placement.choice import open_placement, passed_variables, roles_of
 from example_trainer.launcher.placement.settings import PlacementSettings
@@ -147,3 +147,13 @@ def test_a_broker_that_other_machines_reach_has_a_token() -> None:
     assert broker_token(settings_of(*RAY, "--atropos-token", "given-by-the-user")).value == "given-by-the-user"
     assert not broker_token(settings_of()).value
     assert settings.placement.own_token not in yaml.safe_dump(settings.placement.model_dump(mode="json"))
+
+
+def test_the_token_that_the_launcher_made_is_in_a_file_for_this_user_alone(tmp_path: Path) -> None:
+    settings, path = settings_of(*RAY), tmp_path / "broker-token"
+    assert save_own_token(settings, path) == path
+    assert (path.read_text(), path.stat().st_mode & 0o777) == (settings.placement.own_token + "\n", 0o600)
+    path.unlink()
+    for given in (settings_of(), settings_of(*RAY, "--atropos-token", "given-by-the-user")):
+        assert save_own_token(given, path) is None
+    assert not path.exists()

@@ -257,7 +257,13 @@ def test_both_views_name_the_page_once_the_programs_are_planned(tmp_path: Path) 
     state.page_url = "http://127.0.0.1:8000/"
     view.update(state, ())
     view.update(state, ())
-    assert out.getvalue().count("page for a browser: http://127.0.0.1:8000/") == 1
+    assert out.getvalue().count("page for a browser: http://127.0.0.1:8000/\n") == 1
+    state.token_file, with_token = tmp_path / "broker-token", io.StringIO()
+    PlainView(with_token).update(state, ())
+    assert (
+        f"page for a browser: http://127.0.0.1:8000/ (its token is in {tmp_path}/broker-token)" in with_token.getvalue()
+    )
+    state.token_file = None
     console = Console(width=120, file=io.StringIO(), force_terminal=False)
     with console.capture() as capture:
         console.print(render(state))
