@@ -150,7 +150,7 @@ def test_a_started_server_that_serves_another_dtype_than_it_was_told_is_refused(
     bridge = RestartBridge(half_config(half_model, tmp_path, weight_bridge_mode="none"))
     manager = SimpleNamespace(url=URL, close=lambda: None)
     asked = []
-    monkeypatch.setattr(restart, "VllmManager", lambda vllm: asked.append(vllm.settings["dtype"]) or manager)
+    monkeypatch.setattr(restart, "VllmManager", lambda vllm, **_: asked.append(vllm.settings["dtype"]) or manager)
     monkeypatch.setattr(bridge, "_serve", lambda *_: (SimpleNamespace(dtype="bfloat16", head_dtype=None), 0.0))
     bridge.prepare()
     with pytest.raises(WrongDtype, match="computes in bfloat16"):
