@@ -237,7 +237,7 @@ class Launch:
     def _train(self, plan: Plan, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest) -> Summary:
         snapshot.milestones |= dict.fromkeys(milestones_of(plan))
         snapshot.page_url = f"{plan.endpoints.broker_url}/"
-        snapshot.token_file = save_own_token(self.settings, self.run.broker_token)
+        snapshot.token_file = save_own_token(self.settings, self.run.token_file)
         snapshot.phase = "starting"
         # Opened before the children start, so that a resumed run shows the new steps only.
         tail = MetricsTail(self.run.metrics, from_end=True)

@@ -105,7 +105,7 @@ class RunDir:
         return self.root / TIMELINE_NAME
 
     @property
-    def broker_token(self) -> Path:
+    def token_file(self) -> Path:
         """File with the broker's token, if the launcher made one."""
         return self.root / "broker-token"
 

@@ -160,12 +160,14 @@ class Crowded(FakePlacement):
 
 @pytest.fixture
 def crowded(tmp_path: Path) -> Iterator[tuple[SeatedSupervisor, Crowded]]:
-    """A cluster on which the first server has its place, and a second one is waited for."""
+    """A cluster on which the first server has its place; a second one was stopped while it waited for a place."""
     placement = Crowded(free=2)
     with SeatedSupervisor(tmp_path, placement) as supervisor:
         supervisor.place([SERVER], lambda: None)
         placement.has_room.clear()
         supervisor.start(spec("vllm-2"))
+        supervisor.stop("vllm-2")
+        supervisor.vacate("vllm-2")
         yield supervisor, placement
         placement.has_room.set()
 
@@ -174,8 +176,6 @@ def test_a_place_that_is_found_once_its_program_was_stopped_is_given_back(
     crowded: tuple[SeatedSupervisor, Crowded],
 ) -> None:
     supervisor, placement = crowded
-    supervisor.stop("vllm-2")
-    supervisor.vacate("vllm-2")
     placement.has_room.set()
     assert wait_until(lambda: placement.free == 0, 10)
     assert wait_until(lambda: not supervisor.failed() and placement.free == 1, 10)
@@ -187,8 +187,6 @@ def test_a_program_that_is_started_again_takes_the_place_that_was_asked_for_befo
 ) -> None:
     """A second request would be given back in the name of the first, with the program in it."""
     supervisor, placement = crowded
-    supervisor.stop("vllm-2")
-    supervisor.vacate("vllm-2")
     program = supervisor.start(spec("vllm-2"))
     placement.has_room.set()
     assert wait_until(lambda: not supervisor.failed() and "vllm-2" in placement.places, 10)
