@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS: Final = 5
 KEEP_ALIVE_SECONDS: Final = 75
-SWEEP_TICKS: Final = 5
+SWEEP_TICKS: Final = 10
 TRIM_TICKS: Final = 100
 """In ticks, of which uvicorn has ten a second."""
 

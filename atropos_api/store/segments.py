@@ -50,6 +50,8 @@ class _Segment:
     size_bytes: int
     live_bytes: int = 0
     live_count: int = 0
+    inode: tuple[int, int] | None = None
+    """Its device and number, for a segment of this process."""
 
 
 class SegmentLog:
@@ -221,22 +223,22 @@ class SegmentLog:
             descriptor = os.open(path, flags, 0o600)
         except OSError as error:
             raise _unavailable(error) from error
+        made = os.fstat(descriptor)
         self._seal_active()
         with self._lock:
             self._active, self._active_fd, self._directory_changed = number, descriptor, True
         self._last_number = number
-        self._segments[number] = _Segment(path, 0)
+        self._segments[number] = _Segment(path, 0, inode=(made.st_dev, made.st_ino))
         self._reach(Failpoint.SEGMENT_BEGUN)
         return self._segments[number]
 
     def _is_in_place(self, segment: _Segment) -> bool:
         """Return False if someone has removed, replaced or cut the active segment: nothing written to it would last."""
-        own = os.fstat(self._active_fd)
         try:
             found = os.stat(segment.path)  # noqa: PTH116 - three times as fast, at each append
         except OSError:
             found = None
-        if found is not None and found.st_size == segment.size_bytes and os.path.samestat(found, own):
+        if found is not None and found.st_size == segment.size_bytes and (found.st_dev, found.st_ino) == segment.inode:
             return True
         logger.error("%s was removed, replaced or cut by someone else; its groups are lost", segment.path)
         return False

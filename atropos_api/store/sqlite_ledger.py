@@ -12,7 +12,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -100,7 +100,7 @@ class SqliteLedger:
 
     def __init__(self, path: Path, *, synchronous: str = "NORMAL") -> None:
         self._path = path
-        self._depth = 0
+        self._transaction = _Transaction(self)
         self.written = threading.Event()
         """Set at each write; `sync` may be due."""
         try:
@@ -140,24 +140,9 @@ class SqliteLedger:
     def dump(self) -> bytes:
         return self._db.serialize()
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
+    def transaction(self) -> AbstractContextManager[None]:
         """Keep all writes or none; a transaction inside another is a part of it."""
-        if self._depth:
-            yield
-            return
-        self._execute("BEGIN IMMEDIATE")
-        self._depth += 1
-        try:
-            yield
-            self._execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:
-                with suppress(sqlite3.DatabaseError):
-                    self._db.execute("ROLLBACK")
-            raise
-        finally:
-            self._depth -= 1
+        return self._transaction
 
     def put_run(self, row: RunRow) -> None:
         self._execute("INSERT OR REPLACE INTO runs VALUES (?, ?)", (row.run_id, encode_row(row)))
@@ -185,7 +170,10 @@ class SqliteLedger:
                 )
 
     def add_groups(self, rows: Sequence[GroupRow], *, answers: Answers = NO_CHANGES) -> None:
-        with self.transaction():
+        self.add_submission(rows, None, answers=answers)
+
+    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answers: Answers = NO_CHANGES) -> None:
+        with self._transaction:
             self._execute_many(
                 "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 [values_of_group(row) for row in rows],
@@ -193,10 +181,6 @@ class SqliteLedger:
             self._execute_many("INSERT INTO unanswered VALUES (?)", [(row.seq,) for row in rows if not row.key_id])
             if any(answers):
                 self.put_answers(answers)
-
-    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answers: Answers = NO_CHANGES) -> None:
-        with self.transaction():
-            self.add_groups(rows, answers=answers)
             if key is not None:
                 self.put_key(key)
 
@@ -300,8 +284,22 @@ class SqliteLedger:
     def _damaged(self, error: Exception) -> StoreDamaged:
         return StoreDamaged(f"{self._path} cannot be used as the broker's ledger: {error}; --fresh begins anew")
 
+    def begin_transaction(self) -> None:
+        """Begin a transaction. Raises `StoreUnavailable`; none has begun then."""
+        self._execute("BEGIN IMMEDIATE")
+
+    def end_transaction(self, *, keep: bool) -> None:
+        """Keep the writes of the transaction, or undo them. Raises `StoreUnavailable` if they cannot be kept."""
+        try:
+            if keep:
+                self._execute("COMMIT")
+        finally:
+            if self._db.in_transaction:
+                with suppress(sqlite3.DatabaseError):
+                    self._db.execute("ROLLBACK")
+
     def _execute(self, statement: str, values: Sequence[Any] = ()) -> None:
-        if not self._depth:
+        if not self._transaction.depth:
             self._files.require_in_place()
         self._note_write()
         try:
@@ -323,6 +321,26 @@ class SqliteLedger:
             self.written.set()
 
 
+class _Transaction:
+    """The transaction of a ledger: one object for all of them, since a generator for each cost 4 us a submission."""
+
+    def __init__(self, ledger: SqliteLedger) -> None:
+        self._ledger = ledger
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        if not self.depth:
+            self._ledger.begin_transaction()
+        self.depth += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self.depth == 1:
+                self._ledger.end_transaction(keep=kind is None)
+        finally:
+            self.depth -= 1
+
+
 class OpenedFiles:
     """Files that SQLite has open: it goes on writing to one that is removed or replaced, and all of that would be lost.
 
@@ -331,7 +349,8 @@ class OpenedFiles:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
-        self._seen: dict[str, os.stat_result] = {}
+        self._seen: dict[str, tuple[int, int, int]] = {}
+        """Device, inode and bytes of each."""
 
     def require_in_place(self) -> None:
         """Raise `StoreUnavailable` if a file is not the one that it was, or is shorter."""
@@ -343,9 +362,10 @@ class OpenedFiles:
                 if before is None:  # SQLite makes the log at the first write
                     continue
                 raise _replaced(path) from None
-            if before is not None and (not os.path.samestat(found, before) or found.st_size < before.st_size):
+            now = (found.st_dev, found.st_ino, found.st_size)
+            if before is not None and (now[:2] != before[:2] or now[2] < before[2]):
                 raise _replaced(path)
-            self._seen[path] = found
+            self._seen[path] = now
 
 
 def _replaced(path: str) -> StoreUnavailable:

@@ -319,7 +319,7 @@ def _decode_free(text: bytes, field: str) -> Any:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidGroup(field, shown, str(error) or "too deeply nested") from None
-    if may_be_deep(text) and _is_deep(value):
+    if may_be_deep(text) and is_deep(value):
         raise InvalidGroup(field, shown, f"at most {MOST_LEVELS} levels of arrays and objects can be read everywhere")
     return value
 
@@ -329,7 +329,8 @@ def may_be_deep(text: bytes) -> bool:
     return text.count(b"[") + text.count(b"{") > MOST_LEVELS
 
 
-def _is_deep(value: Any) -> bool:
+def is_deep(value: Any) -> bool:
+    """Return True if a JSON value has more than `MOST_LEVELS` levels of arrays and objects."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MOST_LEVELS):
         inner = (one.values() if isinstance(one, dict) else one for one in level)

@@ -21,7 +21,7 @@ from atropos_api.wire.group_json import (
     check_messages,
     check_overrides,
     decode_fields,
-    may_be_deep,
+    is_deep,
 )
 from atropos_api.wire.group_json import oldest_version as oldest_version_in
 from atropos_api.wire.groups import WIRE_KEYS, Span
@@ -63,6 +63,8 @@ _decoder = msgspec.json.Decoder(_SmallGroup)
 
 _values_in_order = operator.attrgetter(*WIRE_KEYS)
 
+_free_values = operator.attrgetter("messages", "generation_params", "overrides", "group_overrides", "images")
+
 _KEYS: Final = tuple(f'"{key}":'.encode() for key in WIRE_KEYS)
 _REST: Final = tuple(b"".join(b",%bnull" % key for key in _KEYS[count:]) for count in range(len(_KEYS) + 1))
 """The text to append to a group with the first n keys: the remaining keys, each null."""
@@ -70,7 +72,7 @@ _REST: Final = tuple(b"".join(b",%bnull" % key for key in _KEYS[count:]) for cou
 
 def check_body(body: bytes) -> CheckedGroup:
     """Check a group that is a body of its own. Raises `InvalidGroup` or `InvalidRequest`."""
-    checked = _check_small(body) if len(body) < SMALL_BYTES and not may_be_deep(body) else None
+    checked = _check_small(body) if len(body) < SMALL_BYTES else None
     return checked or check_group(decode_fields(body))
 
 
@@ -79,7 +81,7 @@ def _check_small(body: bytes) -> CheckedGroup | None:
     try:
         group = _decoder.decode(body)
         lengths = list(map(len, group.tokens))
-        if not _is_shaped(group, lengths):
+        if not _is_shaped(group, lengths) or any(map(is_deep, filter(None, _free_values(group)))):
             return None
         if group.messages:
             check_messages(group.messages, "messages")

@@ -132,7 +132,7 @@ STORE: tuple[Mutant, ...] = (
     Mutant(
         "a transaction inside another is one of its own",
         _SQLITE,
-        "        self._depth += 1\n",
+        "        self.depth += 1\n",
         "",
         f"{_RECORDS}a_transaction_is_whole_or_nothing",
     ),
