@@ -135,11 +135,17 @@ def continue_at(root: Path, checkpoint: Path) -> None:
     """
     if checkpoint.parent.resolve() != root.resolve():
         return
+    link = root / LATEST
+    if link.is_dir() and not link.is_symlink():
+        raise CheckpointError(
+            f"{link} is a directory and not a link, as a copy that follows links makes it; remove it (its files are "
+            "those of a checkpoint-N beside it) and resume again"
+        )
     try:
-        move_link(root / LATEST, checkpoint.name)
+        move_link(link, checkpoint.name)
         sync_path(root)
     except OSError as error:
-        raise CheckpointError(f"cannot write {root / LATEST}: {error}; free the space or set --save-path") from error
+        raise CheckpointError(f"cannot write {link}: {error}; free the space or set --save-path") from error
 
 
 def note_begun(config: TrainingConfig, run_id: str, version: int) -> None:

@@ -139,19 +139,22 @@ class AuthMiddleware:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            scope, token = _take_prefix(scope)
+            scope, token = _take_prefix(scope, keeps_slash=scope["method"] == "DELETE")
             refusal = self._guard.refuse(scope["method"], scope["path"], scope["headers"], token)
             await (refusal or self._app)(scope, receive, send)
 
 
-def _take_prefix(scope: Scope) -> tuple[Scope, bytes | None]:
-    """Cut off `/t/<token>` and a final slash, so that nothing later sees the token; return the scope and the token."""
+def _take_prefix(scope: Scope, *, keeps_slash: bool) -> tuple[Scope, bytes | None]:
+    """Cut off `/t/<token>` and a final slash, so that nothing later sees the token; return the scope and the token.
+
+    A DELETE keeps its slash: what follows it is an id, and without one the call would delete all of the kind.
+    """
     path: str = scope["path"]
     token = None
     if path.startswith(PREFIX):
         shown, _, rest = path.removeprefix(PREFIX).partition("/")
         token, path = shown.encode(), f"/{rest}"
-    if len(path) > 1 and path.endswith("/"):
+    if len(path) > 1 and path.endswith("/") and not keeps_slash:
         path = path[:-1]
     if path is scope["path"]:
         return scope, None

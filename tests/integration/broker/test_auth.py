@@ -170,6 +170,14 @@ def test_a_slash_at_the_end_redirects_nowhere(url_without_token):
     assert httpx.get(f"{url_without_token}/nowhere/", headers={"Host": "localhost"}).status_code == 404
 
 
+def test_a_delete_with_an_empty_id_deletes_nothing(url_without_token):
+    run = httpx.post(f"{url_without_token}/v1/runs", json=RUN)
+    assert run.status_code == 200
+    hold = httpx.post(f"{url_without_token}/v1/policy/hold", json={"seconds": 60}).json()
+    assert httpx.delete(f"{url_without_token}/v1/policy/hold/").status_code == 404
+    assert httpx.delete(f"{url_without_token}/v1/policy/hold/{hold['hold_id']}").status_code == 200
+
+
 @pytest.mark.parametrize("value", [r'"\ud800"', r'"a\udfff"', r'{"\ud800": NaN}'])
 def test_half_a_character_in_a_body_is_refused_like_any_other_nonsense(url_without_token, value):
     group = f'{{"tokens": [[{value}]], "masks": [[1]], "scores": [1], "images": {value}}}'

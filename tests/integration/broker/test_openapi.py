@@ -1,6 +1,6 @@
 """The OpenAPI document is complete, and the broker keeps to it under requests that schemathesis invents.
 
-The suite has the short run; `ATROPOS_SCHEMA_EXAMPLES=500` makes it long.
+The suite has the short run; `ATROPOS_SCHEMA_EXAMPLES=100` makes it long.
 """
 
 import json

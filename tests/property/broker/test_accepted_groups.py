@@ -1,6 +1,6 @@
 """A trainer that decodes by type can read every group that the broker accepts: none makes its batch unreadable.
 
-`ATROPOS_ACCEPTED_EXAMPLES=20000` makes the short run long.
+`ATROPOS_ACCEPTED_EXAMPLES=2000` makes the short run long.
 """
 
 import copy

@@ -112,6 +112,14 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_goes_back_again(polic
     assert find_checkpoint("auto", tmp_path) == back
 
 
+def test_a_copied_run_whose_latest_became_a_directory_says_what_to_remove(policy: Policy, tmp_path: Path) -> None:
+    saved = save(tmp_path, policy, 3)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(CheckpointError, match=r"latest is a directory and not a link, .*remove it"):
+        continue_at(tmp_path, saved)
+
+
 def test_a_checkpoint_written_just_before_a_kill_is_resumed_though_latest_does_not_point_to_it(
     policy: Policy, tmp_path: Path
 ) -> None:
