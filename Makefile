@@ -58,10 +58,10 @@ test: $(INSTALLED_DEV)
 	$(BIN)/python -m pytest tests/e2e $(TEST_FLAGS) || $(BIN)/python -m pytest tests/e2e $(AGAIN)
 	$(BIN)/python -m pytest --ignore tests/e2e $(TEST_FLAGS) || $(BIN)/python -m pytest --ignore tests/e2e $(AGAIN)
 
-# Hours. TEST_ALL names stages of tests/nightly.py, all of them if it is empty. Stages that passed at this commit are not
+# Hours. TEST_ALL names stages of tests/nightly.py, all of them if it is empty. Tests that passed at this commit are not
 # run again.
 test-all: $(INSTALLED_DEV)
-	$(BIN)/python tests/nightly.py $(TEST_ALL)
+	$(BIN)/python -m tests.nightly $(TEST_ALL)
 
 # Kills broker, environment, server, engine and trainer of real runs at random; the weights of a run over recorded groups
 # must be those of an undisturbed run.

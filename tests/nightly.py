@@ -2,25 +2,24 @@
 
 Each stage is one run of pytest with the variables that select its long forms; stages whose tests need a package that is
 not locked run in an environment of their own, which sees the packages of the first one too. A skip without one of the
-reasons below fails the whole run, so that nothing is left out silently. A call that was interrupted is repeated: stages
+reasons below fails the whole run, so that nothing is left out silently. A call that was interrupted is repeated: tests
 that passed at the same commit are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import time
 import venv
-import xml.etree.ElementTree as ET
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.nightly_record import Record
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "build" / "test-all"
@@ -71,6 +70,8 @@ LONG = {
 """Variables that select each long form; all stages get all of them, since tests ignore those they do not read."""
 
 SECONDS_A_TEST = 14_400
+NOTHING_TO_RUN = 5
+"""Pytest's exit code if no test is left."""
 TWO_FILES = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 EXPECTED_SKIPS = (
     r"needs an NVIDIA GPU|no GPU|nvidia-smi",
@@ -139,7 +140,7 @@ STAGES = (
 
 @dataclass
 class Result:
-    """The result of one stage."""
+    """The result of one stage: that of all calls at this commit."""
 
     stage: str
     seconds: float
@@ -153,22 +154,7 @@ class Result:
 
     @property
     def failed(self) -> bool:
-        return bool(self.code or self.unexpected)
-
-    def save(self, folder: Path, commit: str) -> None:
-        """Record in `folder` that the stage passed at `commit`."""
-        (folder / f"{self.stage}.json").write_text(json.dumps({"commit": commit} | vars(self)))
-
-    @classmethod
-    def load(cls, folder: Path, stage: str, commit: str) -> Result | None:
-        """Return the recorded result of a stage that passed at `commit`."""
-        record = folder / f"{stage}.json"
-        if not record.exists():
-            return None
-        values = json.loads(record.read_text())
-        if values.pop("commit") != commit:
-            return None
-        return cls(**values | {"counts": Counter(values["counts"]), "skips": Counter(values["skips"])})
+        return bool(self.code or self.unexpected or self.counts["failed"] or self.counts["error"])
 
 
 def install_system_packages() -> None:
@@ -199,32 +185,33 @@ def python_with(stage: Stage) -> str:
     return str(python)
 
 
-def run(stage: Stage) -> Result:
-    """Run one stage; its output goes to `build/test-all`, its summary to the terminal."""
-    started = time.monotonic()
+def run(stage: Stage, commit: str) -> Result:
+    """Run what of one stage has not passed at this commit; its output goes to `build/test-all`, its summary here."""
+    path, log = OUTPUT / f"{stage.name}.jsonl", OUTPUT / f"{stage.name}.log"
+    if not commit:
+        path.unlink(missing_ok=True)
+    before = Record(path, commit)
+    if before.is_complete:
+        return Result(stage.name, before.seconds, 0, before.counts, before.skips)
     environ = os.environ | LONG
-    report, log = OUTPUT / f"{stage.name}.xml", OUTPUT / f"{stage.name}.log"
     python = python_with(stage)
     with log.open("w") as out:
         for command in stage.before:
             subprocess.run([python, *command], cwd=ROOT, env=environ, stdout=out, stderr=subprocess.STDOUT, check=False)
-        flags = [f"--junitxml={report}", "-o", f"timeout={SECONDS_A_TEST}", *(TWO_FILES if stage.side_by_side else ())]
-        command = [python, "-m", "pytest", *flags, *stage.tests]
+        flags = ["-p", "tests.nightly_record", "--record", str(path), "-o", f"timeout={SECONDS_A_TEST}"]
+        command = [python, "-m", "pytest", *flags, *(TWO_FILES if stage.side_by_side else ()), *stage.tests]
         code = subprocess.run(
             command, cwd=ROOT, env=environ, stdout=out, stderr=subprocess.STDOUT, check=False
         ).returncode
-    result = Result(stage.name, time.monotonic() - started, code)
-    if report.exists():
-        read_report(report, result)
+    record = Record(path, commit)
+    result = Result(
+        stage.name, record.seconds, 0 if code == NOTHING_TO_RUN and before.counts else code, record.counts, record.skips
+    )
+    if commit != commit_of_a_clean_tree():  # changed meanwhile
+        path.unlink()
+    elif not result.failed:
+        record.add({"ended": True})
     return result
-
-
-def read_report(report: Path, result: Result) -> None:
-    for case in ET.parse(report).iter("testcase"):
-        outcome = next((child for child in case if child.tag in {"failure", "error", "skipped"}), None)
-        result.counts["passed" if outcome is None else outcome.tag] += 1
-        if outcome is not None and outcome.tag == "skipped":
-            result.skips[outcome.get("message", "")] += 1
 
 
 def commit_of_a_clean_tree() -> str:
@@ -262,11 +249,7 @@ def main() -> int:
     for stage in STAGES:
         if asked and stage.name not in asked:
             continue
-        result = Result.load(OUTPUT, stage.name, commit) if commit else None
-        if result is None:
-            result = run(stage)
-            if commit and commit == commit_of_a_clean_tree() and not result.failed:
-                result.save(OUTPUT, commit)
+        result = run(stage, commit)
         results.append(result)
         show(result)
     failed = [result.stage for result in results if result.failed]

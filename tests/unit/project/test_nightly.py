@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections import Counter
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 from tests import nightly
+from tests.nightly_record import Record
 
 ROOT = Path(__file__).resolve().parents[3]
 TESTS = ROOT / "tests"
@@ -58,9 +63,50 @@ def test_a_skip_without_a_known_reason_is_a_failure() -> None:
     assert result.unexpected == ["takes minutes; ATROPOS_KILLS=all runs it"]
 
 
-def test_a_stage_that_passed_is_not_run_again_at_the_same_commit(tmp_path: Path) -> None:
-    result = nightly.Result("runs", 61.5, 0, Counter(passed=3, skipped=1), Counter({"needs an NVIDIA GPU": 1}))
-    result.save(tmp_path, "3f2a")
-    assert nightly.Result.load(tmp_path, "runs", "3f2a") == result
-    assert nightly.Result.load(tmp_path, "runs", "77b0") is None
-    assert nightly.Result.load(tmp_path, "unit", "3f2a") is None
+THREE_TESTS = """
+import os, pytest
+def test_one(): open("ran", "a").write("one ")
+def test_two():
+    open("ran", "a").write("two ")
+    assert "MENDED" in os.environ
+@pytest.mark.skip("needs an NVIDIA GPU")
+def test_three(): pass
+"""
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["one-process", "xdist"])
+def test_a_second_call_at_the_same_commit_runs_what_has_not_passed(tmp_path: Path, workers: tuple[str, ...]) -> None:
+    (tmp_path / "test_three.py").write_text(THREE_TESTS)
+    path = tmp_path / "record.jsonl"
+
+    def call(**environ: str) -> Record:
+        Record(path, "3f2a")
+        command = [sys.executable, "-m", "pytest", "-p", "tests.nightly_record", "--record", str(path), *workers]
+        subprocess.run(
+            [*command, "--rootdir", str(tmp_path), str(tmp_path / "test_three.py")],
+            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)} | environ, stdout=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+        return Record(path, "3f2a")
+
+    assert call().counts == {"passed": 1, "failed": 1, "skipped": 1}
+    with path.open("a") as file:
+        file.write('{"test": "test_three.py::test_o')  # as a kill leaves it
+    record = call(MENDED="1")
+    assert record.counts == {"passed": 2, "skipped": 1}
+    assert record.skips == {"needs an NVIDIA GPU": 1}
+    assert record.seconds > 0
+    assert (tmp_path / "ran").read_text() == "one two two "
+    assert Record(path, "77b0").counts == {}
+
+
+def test_a_test_that_passes_and_whose_fixture_fails_is_an_error(tmp_path: Path) -> None:
+    record = Record(tmp_path / "record.jsonl", "3f2a")
+    record.add({"began": True})
+    for outcome in ("passed", "error"):
+        record.add({"test": "test_one", "outcome": outcome, "reason": ""})
+    assert Record(tmp_path / "record.jsonl", "3f2a").counts == {"error": 1}
+    record.add({"began": True})
+    record.add({"test": "test_one", "outcome": "passed", "reason": ""})
+    assert not Record(tmp_path / "record.jsonl", "3f2a").is_complete
+    record.add({"ended": True})
+    assert Record(tmp_path / "record.jsonl", "3f2a").is_complete
