@@ -150,7 +150,10 @@ class Launch:
         with (
             SeatedSupervisor(self.run.logs, placement, variables=variables) as supervisor,
             EnvironmentCheck(
-                self.settings, planned(model=model, teacher_model=teacher), scratch=supervisor.scratch
+                self.settings,
+                planned(model=model, teacher_model=teacher),
+                scratch=supervisor.scratch,
+                starts_here=not self.settings.placement.is_ray,
             ) as check,
         ):
 

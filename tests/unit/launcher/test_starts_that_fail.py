@@ -233,6 +233,29 @@ def test_a_setting_that_the_environment_refuses_is_told_before_any_program_is_st
     assert not started.exists()
 
 
+@pytest.mark.parametrize(
+    ("server", "flags", "told"),
+    [
+        ("gsm8k_server.py", ("--env.data_path", "qestions.jsonl"), "--env.data_path qestions.jsonl: there is no such"),
+        ("dataset_server.py", ("--env.dataset_name", "org/data", "--env.reward", "formt"), "no reward 'formt'"),
+    ],
+)
+def test_a_file_or_name_that_is_not_there_is_told_before_any_program_is_started(
+    tmp_path: Path, server: str, flags: tuple[str, ...], told: str
+) -> None:
+    model, started = tmp_path / "model", tmp_path / "started"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    program = ("-c", f"open({str(started)!r}, 'w').close()")
+    argv = ["--model-name", str(model), "--run-dir", str(tmp_path / "run"), "--env", server, *flags]
+    launch = plan_launch(read_settings(argv))
+    launch.programs = Programs(broker=program, vllm=program, trainer=program)
+    with pytest.raises(ConfigError) as refused:
+        launch.go()
+    assert str(refused.value).startswith(f"environment ({server}): {told}")
+    assert not started.exists()
+
+
 def test_an_environment_of_which_nothing_is_known_is_not_refused(tmp_path: Path) -> None:
     silent = tmp_path / "silent_env.py"
     silent.write_text("import time; time.sleep(600)")
