@@ -265,14 +265,13 @@ class Launch:
         return Restarts(supervisor, budget, resumption=Resumption(config, self.run.root))
 
     def _make_fleet(self, plan: Plan, supervisor: Supervisor) -> Fleet:
-        config = self.settings.trainer
-        limits = limits_of(config, os.environ)
+        limits = limits_of(self.settings, os.environ)
         # The launcher's loop waits for each answer, and asks again a second later.
         token = broker_token(self.settings)
         return Fleet(
             plan,
             limits,
-            FleetRecord.read(self.run, limits, resumes=config.resume is not None),
+            FleetRecord.read(self.run, limits, resumes=self.settings.trainer.resume is not None),
             settings=self.settings,
             run=self.run,
             supervisor=supervisor,
