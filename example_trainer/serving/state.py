@@ -197,7 +197,7 @@ class ServerState:
                 await asyncio.wait({reading}, timeout=_RELOAD_SECONDS / 3)
         finally:
             reading.cancel()
-        missed = [name for each in reading.result() for name in each["missed"]]
+        missed = sorted({name for each in reading.result() for name in each["missed"]})
         if missed and lacking != {}:
             raise CheckpointUnreadable(f"{len(missed)} of the model's parameters are not in it: {missed[0]}, ...")
 

@@ -35,7 +35,7 @@ class ReadingEngine:
         self.read.append(path)
         self.lacking = lacking
         await asyncio.sleep(self.seconds)
-        return [{"missed": []}, {"missed": self.missed}]
+        return [{"missed": []}, {"missed": self.missed}, {"missed": self.missed}]
 
     async def sleep(self, level, *, mode):
         del level, mode
