@@ -91,10 +91,8 @@ def needed_parts(
     """
     copies = _watch(load_weights, _without_data({**held, **lacking}, dtype))
     filled = {(copy.target_storage, copy.target_offset) for name, copy in copies if name in held}
-    needed = {
-        name for name, copy in copies if name in lacking and (copy.target_storage, copy.target_offset) not in filled
-    }
-    return sorted(needed)
+    found = ((name, (copy.target_storage, copy.target_offset)) for name, copy in copies if name is not None)
+    return sorted({name for name, place in found if name in lacking and place not in filled})
 
 
 def _without_data(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
