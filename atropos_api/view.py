@@ -1,18 +1,20 @@
 """The live page over a run that has ended, for `atropos view`: a broker over a copy of the run's store.
 
-The store itself is only read. The page's calls are answered from the copy, to which is added what the run's files hold
-and the store has forgotten: the newest trained groups, and the metrics of a run whose broker was elsewhere. All other
-calls are refused, and with them all that change something.
+The store itself is only read, whereas a broker changes a store that it opens. The page's calls are answered from the
+copy, to which is added what the run's files hold and the store has forgotten: the newest trained groups, and the
+metrics of a run whose broker was elsewhere. All other calls are refused, and with them all that change something.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from atropos_api.broker import Broker
+from atropos_api.common.errors import AtroposError
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import DataDirectoryInUse
 from atropos_api.http.auth import AcceptedToken
@@ -34,8 +37,13 @@ LOOPBACK: Final = "127.0.0.1"
 PAGE_CALLS: Final = re.compile(r"/|/page/.*|/health|/livez|/readyz|/v1/status|/v1/events(/recent)?|/v1/runs(/.*)?")
 MOST_RECENT_BYTES: Final = 256 * 2**20
 LEDGER: Final = "ledger.sqlite"
+SEGMENT_SUFFIX: Final = ".log"
 FIRST_SEQ: Final = -(2**40)
 """`seq` of the first recorded group of a batch: negative, because those of the store are positive."""
+
+
+class StoreNotCopied(AtroposError):
+    """The page needs a copy of the store, and it cannot be made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +115,35 @@ def copy_store(place: Path, copy: Path) -> Path:
 
 
 def _copied(place: Path, copy: Path) -> Path:
-    shutil.copytree(place, copy, ignore=shutil.ignore_patterns("lock", "*-shm"))
+    try:
+        _require_room(place, copy)
+        ignored = shutil.ignore_patterns("lock", "*-shm")
+        shutil.copytree(place, copy, ignore=ignored, copy_function=_link_or_copy)
+    except OSError as error:
+        reason = error.strerror or error.args[0][0][-1]  # `copytree` raises a list of (source, target, reason)
+        raise StoreNotCopied(
+            f"the page needs a copy of {place}, which cannot be made in {copy.parent} ({reason}); if it has no room, "
+            "name a folder on the run's own disk by TMPDIR=FOLDER, where the groups are linked and take none"
+        ) from error
     return copy
+
+
+def _require_room(place: Path, copy: Path) -> None:
+    """Raise an `OSError` before anything is copied: a full disk would fail other programs, too."""
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    is_linked = place.stat().st_dev == copy.parent.stat().st_dev
+    sizes = [path.stat().st_size for path in place.rglob("*") if not (is_linked and path.suffix == SEGMENT_SUFFIX)]
+    if sum(sizes) > shutil.disk_usage(copy.parent).free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _link_or_copy(source: str, target: str) -> object:
+    """Link a segment, which no broker writes to once the one that made it has ended; copy other files."""
+    if source.endswith(SEGMENT_SUFFIX):
+        with suppress(OSError):  # it is on another file system, on one without links, or another user's
+            os.link(source, target)
+            return target
+    return shutil.copy2(source, target)
 
 
 def add_recorded(broker: Broker, recorded: RecordedRun) -> None:

@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from atropos_api.common.errors import AtroposError
+from atropos_api.common.files import expand_home
 from atropos_api.common.import_path import import_file
 from atropos_api.common.secrets import public_settings
 from environments.commands import environment_names, load_environment
@@ -35,6 +36,7 @@ from environments.sdk.environment import Environment
 from environments.sdk.inference.sampling import TRUNCATING, masks_suffice
 from environments.sdk.runtime.cli import read_command
 from environments.sdk.tokenizer import load_tokenizer
+from environments.tasks.data import DataFields
 
 PROGRAM = "environments.facts"
 ROLLOUTS = ("collect_trajectories", "collect_trajectory", "collect")
@@ -63,6 +65,8 @@ class Facts:
     missing_packages: list[str] = field(default_factory=list)
     missing_files: list[str] = field(default_factory=list)
     """Data files that the settings name and that are not here, each as `setting path`."""
+    unusable_here: str | None = None
+    """The reason why the environment would end while it starts on this machine: a name or file that does not exist."""
     env: Mapping[str, Any] = field(default_factory=dict)
     servers: list[Mapping[str, Any]] = field(default_factory=list)
     chats: bool = False
@@ -129,8 +133,11 @@ def find_facts(server: str, flags: Sequence[str]) -> Facts | None:
     try:
         command.env.check_names()
     except AtroposError as error:
-        facts.error = str(error)
-    facts.missing_files = [f"{name} {path}" for name, path in paths if path and not Path(str(path)).exists()]
+        facts.error = facts.unusable_here = str(error)
+    facts.missing_files = [f"{name} {path}" for name, path in paths if path and not expand_home(str(path)).exists()]
+    # Other environments may mean something else by these settings, or make the files when they start.
+    if facts.missing_files and isinstance(command.env, DataFields):
+        facts.unusable_here = f"--env.{facts.missing_files[0]}: there is no such file or folder; correct the path"
     return facts
 
 

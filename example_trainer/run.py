@@ -173,7 +173,7 @@ def _fleet_of(launch: Launch) -> str:
     from example_trainer.launcher.fleet_plan import FleetRecord, limits_of
 
     config = launch.settings.trainer
-    limits = limits_of(config, os.environ)
+    limits = limits_of(launch.settings, os.environ)
     return limits.describe(FleetRecord.read(launch.run, limits, resumes=config.resume is not None).wanted)
 
 

@@ -46,6 +46,7 @@ class SupervisorProcess:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._disconnected = False
 
     @property
     def pid(self) -> int | None:
@@ -70,7 +71,8 @@ class SupervisorProcess:
         return reply
 
     def disconnect(self) -> None:
-        """Make the supervisor end its run and exit; callable from any thread, does not wait."""
+        """Make the supervisor end its run and exit, or not start; callable from any thread, does not wait."""
+        self._disconnected = True
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -91,6 +93,9 @@ class SupervisorProcess:
         if self._socket is None:
             self._socket, child_end = socket.socketpair()
             with child_end:
+                # Only once the socket is stored: `disconnect` in another thread either finds it or is noticed here.
+                if self._disconnected:
+                    raise ConnectionError("disconnected before its start")
                 command = (sys.executable, "-I", "-S", "-c", _PROGRAM)
                 environment = {"LANG": "C.UTF-8"}
                 self._process = subprocess.Popen(
@@ -268,6 +273,10 @@ class PythonTool:
                 continue
             except BaseException:
                 supervisor.disconnect()
+                # Without this wait it would stay a zombie with an open socket, and its place be taken at once.
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(supervisor.close, limiter=self._threads)
+                self._supervisors.discard(supervisor)
                 raise
             self._idle.append(supervisor)
             if "failed" not in reply:

@@ -196,7 +196,7 @@ class BaseEnvConfig(BaseModel):
         return min(self.least_members or math.ceil(0.75 * group_size), group_size)
 
     def check_names(self) -> None:
-        """Raise an `AtroposError` for a name or file in these settings that does not exist: `atropos doctor` asks."""
+        """Raise an `AtroposError` for a name or file in these settings that does not exist; a launch ends with it."""
 
     def group_size_at(self, step: int) -> int:
         """Return the group size at a trainer step, from the schedule if there is one."""

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, Field
 
+from atropos_api.common.files import expand_home
 from environments.tasks.records import (
     DataUnusable,
     Records,
@@ -113,7 +114,7 @@ class DataFields(BaseModel):
         return load_questions(source, split)
 
     def _has_no_test_data(self) -> bool:
-        path = self.data_path
+        path = None if self.data_path is None else expand_home(self.data_path)
         if self.val_data_path is not None:
             return False
         if path is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +45,31 @@ def run(argv: Sequence[str]) -> int:
         return view_groups(argv)
     options = load_config(RunViewOptions, argv[1:], prog="atropos view RUN", description=DESCRIPTION)
     store, recorded = read_recorded(Path(named))
-    with tempfile.TemporaryDirectory(prefix="atropos-view-") as scratch:
-        for address in serve_view(store, recorded, Path(scratch), port=options.port):
+    with _scratch() as scratch:
+        for address in serve_view(store, recorded, scratch, port=options.port):
             sys.stdout.write(f"page: {address} (Ctrl-C ends it)\n")
             sys.stdout.flush()
     return 0
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """Provide a temporary folder that is removed at a signal, too; SIGHUP comes where a terminal is closed."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    # The page's server replaces the handler of SIGTERM while it serves.
+    handlers = {signal.SIGTERM: end, signal.SIGHUP: lambda *_: signal.raise_signal(signal.SIGTERM)}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under `nohup`
+        del handlers[signal.SIGHUP]
+    former = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        with tempfile.TemporaryDirectory(prefix="atropos-view-") as folder:
+            yield Path(folder)
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def read_recorded(root: Path) -> tuple[Path | None, RecordedRun]:

@@ -87,9 +87,15 @@ def ask_environment(entry: EnvironmentSettings, plan: Plan, folder: Path) -> Ask
 class EnvironmentCheck:
     """The environments of one launch, asked from now on; leaving the context ends what has not answered."""
 
-    def __init__(self, settings: RunSettings, plan: Plan, *, scratch: Path | None = None) -> None:
-        """`scratch` is a directory for temporary files, which the caller removes."""
+    def __init__(
+        self, settings: RunSettings, plan: Plan, *, scratch: Path | None = None, starts_here: bool = False
+    ) -> None:
+        """`scratch` is a directory for temporary files, which the caller removes.
+
+        With `starts_here` the environments are about to start on this machine: names and files count as well.
+        """
         self._environments = settings.environments
+        self._starts_here = starts_here
         self._ignored: dict[str, list[str]] = {}
         self._held = ExitStack()
         self._waiting: list[AskedEnvironment] = []
@@ -108,7 +114,7 @@ class EnvironmentCheck:
         self._held.close()
 
     def refuse_unusable(self, *, limit_seconds: float = 0.0) -> None:
-        """Raise `ConfigError` for settings that an environment refuses, as far as it has answered within the limit."""
+        """Raise `ConfigError` for what an environment would end with, as far as it has answered within the limit."""
         ends_at = time.monotonic() + limit_seconds
         for asked in list(self._waiting):
             left = ends_at - time.monotonic()
@@ -118,6 +124,8 @@ class EnvironmentCheck:
             facts = asked.facts(max(1.0, left))
             if facts is not None and facts.get("refuses_settings"):
                 raise ConfigError(f"{asked.entry.name} ({asked.entry.server}): {facts['error']}")
+            if facts is not None and self._starts_here and facts.get("unusable_here"):
+                raise ConfigError(f"{asked.entry.name} ({asked.entry.server}): {facts['unusable_here']}")
             if facts is not None and facts.get("env"):
                 self._ignored[asked.entry.name] = ignored_settings(asked.entry, facts["env"])
 

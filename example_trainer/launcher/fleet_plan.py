@@ -7,13 +7,15 @@ last, which a resumed run goes on with; `server_id` is the name under which each
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from example_trainer.launcher.run_dir import RunDir, write_json
 from example_trainer.launcher.run_file import RunConfig, RunSettings
+from example_trainer.launcher.teacher import own_teacher
+from example_trainer.memory.preflight import is_given, trainer_gpu
 from example_trainer.processes.child import ChildSpec
 from example_trainer.processes.gpus import count_gpus, serves_from_gpu
 
@@ -52,8 +54,9 @@ class FleetLimits:
         return f"{counts}; atropos scale takes {self.least} to {self.most}{f': {self.limit}' if self.limit else ''}"
 
 
-def limits_of(config: RunConfig, environ: Mapping[str, str]) -> FleetLimits:
+def limits_of(settings: RunSettings, environ: Mapping[str, str]) -> FleetLimits:
     """Return how many servers the launcher can run with these settings on this machine."""
+    config = settings.trainer
     planned = 0 if config.remote_servers else config.local_servers
     if fixed := _why_fixed(config):
         return FleetLimits(planned=planned, least=planned, most=planned, fixed=fixed)
@@ -63,11 +66,24 @@ def limits_of(config: RunConfig, environ: Mapping[str, str]) -> FleetLimits:
         limit = f"they divide the memory of the trainer's GPU by --num-inference-nodes {planned}; give that a higher "
         limit += "number, or give the servers GPUs of their own with --vllm-gpu"
         return FleetLimits(planned=planned, least=1, most=planned, limit=limit)
-    gpus = count_gpus(environ)
-    most = (gpus - config.vllm_gpu) // config.vllm_tensor_parallel_size
-    limit = f"of {gpus} GPUs those from --vllm-gpu {config.vllm_gpu} on are theirs, "
-    limit += f"{config.vllm_tensor_parallel_size} each"
+    gpus, size = count_gpus(environ), config.vllm_tensor_parallel_size
+    taken = _next_taken(settings, range(config.vllm_gpu + planned * size, gpus), environ)
+    most = ((gpus if taken is None else taken) - config.vllm_gpu) // size
+    until = "" if taken is None else f" up to the trainer's or teacher's, which is {taken}"
+    limit = f"of {gpus} GPUs those from --vllm-gpu {config.vllm_gpu} on are theirs{until}, {size} each"
     return FleetLimits(planned=planned, least=1, most=max(planned, most), limit=limit)
+
+
+def _next_taken(settings: RunSettings, gpus: Iterable[int], environ: Mapping[str, str]) -> int | None:
+    """Return the first of these GPUs that the trainer or the teacher's server has; None if they have none of them."""
+    teacher = own_teacher(settings)
+    of_teacher = None if teacher is None else teacher.gpu
+    for gpu in gpus:
+        if gpu == trainer_gpu(settings.trainer):
+            return gpu
+        if of_teacher is not None and is_given(gpu, of_teacher, environ, "--teacher.gpu"):
+            return gpu
+    return None
 
 
 def _why_fixed(config: RunConfig) -> str:

@@ -66,7 +66,7 @@ from example_trainer.launcher.run_dir import (
 )
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig, RunSettings
 from example_trainer.launcher.run_file_sections import refuse_broker_settings
-from example_trainer.launcher.run_lock import locked
+from example_trainer.launcher.run_lock import locked, refuse_foreign_directory
 from example_trainer.launcher.run_report import report_line
 from example_trainer.launcher.stop_request import Interrupted, StopRequest
 from example_trainer.launcher.summary import Summary, summarise, write_rollout_pages
@@ -150,7 +150,10 @@ class Launch:
         with (
             SeatedSupervisor(self.run.logs, placement, variables=variables) as supervisor,
             EnvironmentCheck(
-                self.settings, planned(model=model, teacher_model=teacher), scratch=supervisor.scratch
+                self.settings,
+                planned(model=model, teacher_model=teacher),
+                scratch=supervisor.scratch,
+                starts_here=not self.settings.placement.is_ray,
             ) as check,
         ):
 
@@ -262,14 +265,13 @@ class Launch:
         return Restarts(supervisor, budget, resumption=Resumption(config, self.run.root))
 
     def _make_fleet(self, plan: Plan, supervisor: Supervisor) -> Fleet:
-        config = self.settings.trainer
-        limits = limits_of(config, os.environ)
+        limits = limits_of(self.settings, os.environ)
         # The launcher's loop waits for each answer, and asks again a second later.
         token = broker_token(self.settings)
         return Fleet(
             plan,
             limits,
-            FleetRecord.read(self.run, limits, resumes=config.resume is not None),
+            FleetRecord.read(self.run, limits, resumes=self.settings.trainer.resume is not None),
             settings=self.settings,
             run=self.run,
             supervisor=supervisor,
@@ -375,6 +377,7 @@ def plan_launch(settings: RunSettings) -> Launch:
     if "atropos_url" not in config.model_fields_set:  # else other environments may fill a batch
         require_fillable(settings.environments, settings.flags["env"].values, config.sequences_per_batch)
     run = plan_run_dir(config.run_dir, name=config.name, log_dir=config.log_dir, resume=config.resume is not None)
+    refuse_foreign_directory(run.root)
     if config.resume is None:
         flag = "--run-dir" if config.save_path is None else "--save-path"
         refuse_other_checkpoints(config.save_path or run.root, flag)

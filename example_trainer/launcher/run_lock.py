@@ -2,7 +2,8 @@
 
 Two of them would mix their metrics and replace each other's checkpoints. The lock is one of the kernel's on an open
 file, so a process that is killed leaves none behind; the file stays, and holds the number of the process that had it
-last. A trainer under a launcher takes none: its launcher holds them, also while it starts the trainer again.
+last. A trainer under a launcher takes none: its launcher holds them, also while it starts the trainer again. By that
+file `refuse_foreign_directory` knows the directory of a run.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from example_trainer.launcher.run_dir import RunDirectoryInUse, reporting_flag
+from example_trainer.launcher.run_dir import RunDirectoryInUse, find_checkpoint, reporting_flag
 from example_trainer.processes.tree import MARK_VARIABLE
 
 LOCK_NAME = "run.lock"
+RUN_FOLDERS = frozenset({"bridge", "broker", "configs", "evals", "logs", "rollouts"})
+"""Folders of a run that may be there before it, such as the store of a broker that was started by hand."""
 
 
 @contextmanager
@@ -33,6 +36,26 @@ def locked(places: Mapping[str, Path | None]) -> Iterator[None]:
         for flag, path in directories.values():
             held.enter_context(_locked(path, flag))
         yield
+
+
+def refuse_foreign_directory(root: Path) -> None:
+    """Raise `RunDirectoryInUse` if the directory holds no run, but folders or a `config.json`.
+
+    It may be a model, whose `config.json` the run's would replace, a project or a home. Other files are accepted: a
+    batch script or a shell makes some before the run begins, as `> RUN/launch.log` does.
+    """
+    with reporting_flag(root, "--run-dir"):
+        names = {path.name: path.is_dir() for path in root.iterdir()} if root.exists() else {}
+    if names.keys() & {LOCK_NAME, "metrics.jsonl"} or find_checkpoint(root) is not None:
+        return
+    foreign = sorted(
+        name for name, is_folder in names.items() if name == "config.json" or (is_folder and name not in RUN_FOLDERS)
+    )
+    if foreign:
+        raise RunDirectoryInUse(
+            f"--run-dir {root} holds {foreign[0]}, but no run, so it may be something else; name a new directory, or "
+            "an empty one"
+        )
 
 
 def started_by_launcher(environ: Mapping[str, str]) -> bool:

@@ -32,8 +32,8 @@ class LoadingOptions(BaseModel):
     )
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = Field(
         "bfloat16",
-        description="Dtype of the served weights; auto takes the checkpoint's. float16 is trained with a dynamic loss "
-        "scale, from fp32 masters.",
+        description="Dtype in which the model computes, and in which a server holds its weights; auto takes the "
+        "checkpoint's. float16 is trained with a dynamic loss scale, from fp32 masters.",
     )
     device: str = Field("auto", description="cpu, cuda, cuda:N, or auto (cuda when there is one).")
     torch_threads: int | None = Field(
@@ -42,7 +42,7 @@ class LoadingOptions(BaseModel):
     master_weights: Literal["fp32", "host", "none"] = Field(
         "fp32",
         description="Place of the optimizer's weights: fp32 on the model's device, fp32 in host "
-        "memory, or none (the optimizer updates the served weights themselves, in bf16 with stochastic rounding).",
+        "memory, or none (the optimizer updates the model's own weights, in bf16 with stochastic rounding).",
     )
     train_layer_indices: str | None = Field(
         None, description="Train these layers only, full weights: 20-31, 0-3,28-31, top-25% or last-12."
@@ -96,8 +96,8 @@ class LoraOptions(BaseModel):
         0.05,
         ge=0.0,
         lt=1.0,
-        description="LoRA dropout probability, in forwards with gradients only. The sampler uses no dropout, so ratios "
-        "at staleness 0 are exactly 1 only if this is 0.",
+        description="LoRA dropout probability, in forwards with gradients only. Where a server samples, it uses no "
+        "dropout, so ratios at staleness 0 are exactly 1 only if this is 0.",
     )
     lora_target_modules: list[str] | None = Field(
         None,
@@ -109,8 +109,8 @@ class LoraOptions(BaseModel):
     )
     load_in_4bit: bool = Field(
         False,
-        description="QLoRA: hold the frozen base in 4 bits (nf4, by bitsandbytes) under the adapter; the server loads "
-        "the values that it computes with, from served/base in the run directory.",
+        description="QLoRA: hold the frozen base in 4 bits (nf4, by bitsandbytes) under the adapter; the server of "
+        "atropos-grpo loads the values that it computes with, from served/base in the run directory.",
     )
 
 

@@ -33,18 +33,18 @@ def read_checkpoint_shapes(model: str, revision: str | None = None) -> Shapes:
     return shapes
 
 
-def check_replacement(path: str, served: Shapes) -> bool:
+def check_replacement(path: str, served: Shapes) -> Shapes | None:
     """Refuse a checkpoint that cannot replace the served weights, as far as the files' headers tell.
 
-    So a mistyped path is found before anything is overwritten. Return True if it has all tensors of the checkpoint
-    that is served; one that lacks some may be whole too, if the model ties them to others.
+    So a mistyped path is found before anything is overwritten. Return the tensors of the served checkpoint that it
+    lacks, None if that is not known; one that lacks some may be whole too, if the model ties them to others.
     """
     directory = Path(path)
     if not directory.is_dir():
         raise CheckpointUnreadable(f"{path!r} is not a directory on the server's machine")
     if not any(directory.glob("*.safetensors")):
         if any(directory.glob("*.bin")):
-            return False
+            return None
         raise CheckpointUnreadable(f"{path} holds neither *.safetensors nor *.bin files, so it is not a checkpoint")
     found = read_checkpoint_shapes(path)
     common = found.keys() & served.keys()
@@ -54,7 +54,7 @@ def check_replacement(path: str, served: Shapes) -> bool:
         if found[name] != served[name]:
             detail = f"its {name} has shape {list(found[name])}, the model's {list(served[name])}"
             raise CheckpointUnreadable(f"{path} is a checkpoint of another model: {detail}")
-    return bool(served) and found.keys() >= served.keys()
+    return {name: shape for name, shape in served.items() if name not in found} if served else None
 
 
 def declared_shapes(model: str, revision: str | None) -> Shapes:

@@ -160,7 +160,7 @@ class ServerState:
 
     async def _reload(self, path: str, version: PolicyVersion, drain_seconds: float) -> dict[str, float]:
         try:
-            has_all = await asyncio.to_thread(check_replacement, path, self.checkpoint_shapes)
+            lacking = await asyncio.to_thread(check_replacement, path, self.checkpoint_shapes)
         except CheckpointUnreadable as error:
             raise Problem(422, "bad-checkpoint", str(error)) from error
         self.check_awake()  # again: it may have been sent to sleep during the download
@@ -174,7 +174,7 @@ class ServerState:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            await self._read(path, publish_id, has_all=has_all)
+            await self._read(path, publish_id, lacking)
         except EngineDeadError:
             raise
         except Exception as error:
@@ -182,22 +182,23 @@ class ServerState:
             raise Problem(422, "bad-checkpoint", f"vLLM cannot read {path} into the model: {error}") from error
         return await self.fence.end(publish_id, version)
 
-    async def _read(self, path: str, publish_id: str, *, has_all: bool) -> None:
+    async def _read(self, path: str, publish_id: str, lacking: Shapes | None) -> None:
         """Read a checkpoint into the model; raise `CheckpointUnreadable` if it lacks some of the weights.
 
-        vLLM leaves those as they are, and they would be served as weights of the new version. The publish's lease is
+        vLLM leaves those as they are, and they would be served as weights of the new version. `lacking` are the served
+        checkpoint's tensors that this one does not have, None if that is not known. The publish's lease is
         renewed meanwhile, because a slow disk takes longer: a lease that ran out left the weights torn, though the
         checkpoint had been read whole.
         """
-        reading = asyncio.ensure_future(self.engine.call_workers("atropos_reload", path))
+        reading = asyncio.ensure_future(self.engine.call_workers("atropos_reload", path, lacking or {}))
         try:
             while not reading.done():
                 self.fence.renew(publish_id)
                 await asyncio.wait({reading}, timeout=_RELOAD_SECONDS / 3)
         finally:
             reading.cancel()
-        missed = [name for each in reading.result() for name in each["missed"]]
-        if missed and not has_all:
+        missed = sorted({name for each in reading.result() for name in each["missed"]})
+        if missed and lacking != {}:
             raise CheckpointUnreadable(f"{len(missed)} of the model's parameters are not in it: {missed[0]}, ...")
 
     def check_ready(self) -> None:

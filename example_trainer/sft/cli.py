@@ -24,7 +24,9 @@ from example_trainer.config import settings_from
 from example_trainer.launcher.base_model import require_model
 from example_trainer.launcher.run_dir import provenance, write_json
 from example_trainer.launcher.run_lock import locked
+from example_trainer.memory.fit import with_changes
 from example_trainer.memory.preflight import preflight
+from example_trainer.options.without_effect import settings_without_effect
 from example_trainer.sft.config import SftConfig
 from example_trainer.sft.output import CONFIG_FILE, claim_folder, refuse_used_folder, settle_folder
 
@@ -65,8 +67,11 @@ def run(argv: list[str]) -> int:
     training = config.training_config(directory, config.training_steps or 1)
     choice = preflight(training, starts_server=False, program=PROG)
     config = config.model_copy(update=dict(choice.changes))
+    # The learner's other warnings are about GRPO: its usual learning rates are lower.
+    warnings = settings_without_effect(with_changes(training, choice.changes))
     if command.dry_run:
         sys.stdout.write(json.dumps(public_settings(config), indent=2) + "\n")
+        sys.stderr.writelines(f"{warning}\n" for warning in warnings)
         return 0
     require_model(config.model_name)
     if not config.overwrite and config.resume is None:
@@ -74,6 +79,8 @@ def run(argv: list[str]) -> int:
     setup_logging("sft" if config.world_size == 1 else f"sft {config.trainer_rank}", form=config.log_format)
     if choice.sentence:
         logger.info("%s", choice.sentence)
+    for warning in warnings:
+        logger.warning("%s", warning)
     from example_trainer.distributed.ranks import joined_ranks
 
     with joined_ranks(

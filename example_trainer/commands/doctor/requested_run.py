@@ -27,6 +27,7 @@ from example_trainer.launcher.environment_settings import EnvironmentNotFound, E
 from example_trainer.launcher.plan import VLLM, Plan, make_plan
 from example_trainer.launcher.run_dir import RunDir, as_plain_data, plan_run_dir
 from example_trainer.launcher.run_file import RunConfig, RunSettings, read_settings
+from example_trainer.launcher.run_lock import refuse_foreign_directory
 from example_trainer.launcher.teacher import TEACHER, TEACHER_SERVER, own_teacher
 from example_trainer.memory.shapes import CONFIG_FILE, find_file
 from example_trainer.processes.gpus import count_gpus
@@ -121,7 +122,9 @@ def gather(argv: Sequence[str]) -> tuple[RequestedRun, list[Finding]]:
 
 def _run_dir(config: RunConfig, found: list[Finding]) -> RunDir:
     try:
-        return plan_run_dir(config.run_dir, name=config.name, log_dir=config.log_dir, resume=config.resume is not None)
+        run = plan_run_dir(config.run_dir, name=config.name, log_dir=config.log_dir, resume=config.resume is not None)
+        refuse_foreign_directory(run.root)
+        return run
     except TrainerError as refused:
         text, _, advice = str(refused).partition("; ")
         found.append(error("run directory", text, advice))

@@ -1,6 +1,7 @@
 """Tracing of the model's weight loading: which part of which parameter each checkpoint tensor is loaded into.
 
-`noting_missed` tells which parameters a real load has left as they were.
+`noting_missed` tells which parameters a real load has left as they were, `needed_parts` which tensors that a
+checkpoint lacks the model would load.
 
 vLLM fuses, splits, renames and pads as it loads. Instead of a table for each model family, the model's own
 `load_weights` is called once more with tensors that have names and shapes but no data; every copy it makes is recorded
@@ -68,18 +69,42 @@ def trace_load_weights(load_weights: LoadWeights, shapes: Mapping[str, tuple[int
 
     They have the dtype of the model, not of the files, so that no loader converts them on the way.
     """
-    sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-    names = {_storage_id(tensor): name for name, tensor in sources.items()}
-    watcher = _CopyWatcher(names)
-    with torch.no_grad(), watcher:
-        load_weights((name, tensor) for name, tensor in sources.items())
+    sources = _without_data(shapes, dtype)
     trace = Trace(shapes=dict(shapes))
-    for name, copy in watcher.copies:
+    for name, copy in _watch(load_weights, sources):
         if name is not None:
             trace.copies.setdefault(name, []).append(copy)
     for name, tensor in sources.items():
         _check_coverage(trace, name, tensor)
     return trace
+
+
+def needed_parts(
+    load_weights: LoadWeights,
+    held: Mapping[str, tuple[int, ...]],
+    lacking: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+) -> list[str]:
+    """Return those `lacking` tensors that `load_weights` would load to a place where no `held` tensor goes.
+
+    A model loads a tied tensor to the place of another one, or leaves it out.
+    """
+    copies = _watch(load_weights, _without_data({**held, **lacking}, dtype))
+    filled = {(copy.target_storage, copy.target_offset) for name, copy in copies if name in held}
+    found = ((name, (copy.target_storage, copy.target_offset)) for name, copy in copies if name is not None)
+    return sorted({name for name, place in found if name in lacking and place not in filled})
+
+
+def _without_data(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+
+
+def _watch(load_weights: LoadWeights, sources: Mapping[str, torch.Tensor]) -> list[tuple[str | None, Copy]]:
+    """Return the copies that `load_weights` would make, each with the name of the tensor that it copies from."""
+    watcher = _CopyWatcher({_storage_id(tensor): name for name, tensor in sources.items()})
+    with torch.no_grad(), watcher:
+        load_weights((name, tensor) for name, tensor in sources.items())
+    return watcher.copies
 
 
 @contextmanager

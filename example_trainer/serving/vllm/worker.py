@@ -17,11 +17,11 @@ import torch
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.platforms import current_platform
 
-from example_trainer.serving.checkpoint_shapes import read_checkpoint_shapes
+from example_trainer.serving.checkpoint_shapes import Shapes, read_checkpoint_shapes
 from example_trainer.serving.vllm import adapter_worker, patches
 from example_trainer.serving.vllm.adapter_worker import AdapterWorker
 from example_trainer.serving.vllm.broadcast_worker import BroadcastWorker
-from example_trainer.serving.vllm.load_tracing import Copy, Trace, noting_missed, trace_load_weights
+from example_trainer.serving.vllm.load_tracing import Copy, Trace, needed_parts, noting_missed, trace_load_weights
 from example_trainer.weight_protocol.checksums import combined_checksum, tensor_checksum
 from example_trainer.weight_protocol.segment import Exported, SharedSegment, StridedRegion, make_segment
 from example_trainer.weight_protocol.shm_header import ParamMapping, Piece, SegmentHeader, SharedFile, TensorMap
@@ -68,12 +68,16 @@ class SharedWeightsWorker(AdapterWorker, BroadcastWorker):
             logger.debug("%s failed on rank %d", method, self.rank, exc_info=True)
             return {"reply": None, "error": str(error) or type(error).__name__}
 
-    def atropos_reload(self, path: str) -> str:
+    def atropos_reload(self, path: str, lacking: Shapes) -> str:
         """Read a checkpoint into the model, as vLLM reads it; return the parameters that it has no weights for.
 
-        A quantised model has parameters that no checkpoint holds, so nothing is said of one.
+        Nothing is read if one of the tensors that it lacks is a part of a parameter: vLLM misses only whole parameters,
+        and would leave that part without values. A quantised model has parameters that no checkpoint holds, so nothing
+        is said of one.
         """
         model = self.model_runner.get_model()
+        if missing := self._needed_parts(model, path, lacking):
+            return json.dumps({"missed": missing})
         try:
             with noting_missed(model) as missed:
                 self.reload_weights(weights_path=path)
@@ -81,6 +85,17 @@ class SharedWeightsWorker(AdapterWorker, BroadcastWorker):
             patches.end_broken_reload(model)
             raise
         return json.dumps({"missed": missed if self.model_runner.model_config.quantization is None else []})
+
+    def _needed_parts(self, model: Any, path: str, lacking: Shapes) -> list[str]:
+        config = self.model_runner.model_config
+        if not lacking or config.quantization is not None:
+            return []
+        try:
+            return needed_parts(model.load_weights, read_checkpoint_shapes(path), lacking, config.dtype)
+        except Exception:  # a model's loader may need values, and raises anything without them
+            first = next(iter(lacking))
+            logger.warning("%s lacks %s: it is not known if the model needs it", path, first, exc_info=True)
+            return []
 
     def atropos_share(self, boot_id: str, model: str, revision: str | None) -> str:
         """Export the parameters and trace the checkpoint's tensors into them."""

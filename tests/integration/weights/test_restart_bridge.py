@@ -124,9 +124,14 @@ def check_reading_in_place(bridge, policy, version, tmp_path, monkeypatch):
     assert len(load.samples) == load.asked
     client = ServerClient(bridge._manager.url, bridge._manager.token)
     check_mistyped_paths(client, tmp_path)
-    norm = torch.zeros(policy.masters["model.norm.weight"].shape)
-    for more, said in (({}, "of the model's parameters are not in it"), ({"more": torch.zeros(1)}, "vLLM cannot read")):
-        save_file({"model.norm.weight": norm, **more}, tmp_path / "model.safetensors")
+    zeros = {name: torch.zeros(master.shape) for name, master in policy.masters.items()}
+    norm, fused = "model.norm.weight", "model.layers.0.self_attn.k_proj.weight"
+    for tensors, said in (
+        ({norm: zeros[norm]}, "of the model's parameters are not in it"),
+        ({name: tensor for name, tensor in zeros.items() if name != fused}, f"not in it: {fused}"),
+        ({norm: zeros[norm], "more": torch.zeros(1)}, "vLLM cannot read"),
+    ):
+        save_file(tensors, tmp_path / "model.safetensors")
         refused = client._http.post("/bridge/reload", json={"path": str(tmp_path), "version": 99})
         assert (refused.status_code, said in refused.json()["detail"]) == (422, True)
         assert client.info().torn, "the server's weights are now unknown"

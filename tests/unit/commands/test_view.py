@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -24,7 +28,7 @@ from atropos_api.errors import DataDirectoryInUse
 from atropos_api.server.app import create_app
 from atropos_api.store.factory import open_store
 from atropos_api.testing import make_group, serve_in_thread
-from atropos_api.view import opened_view
+from atropos_api.view import StoreNotCopied, copy_store, opened_view
 from example_trainer.commands import main
 from example_trainer.commands.view import read_recorded
 from tests.browser.demo_run import SIGN_STEP, begin_demo
@@ -198,14 +202,46 @@ def test_a_directory_without_store_and_metrics_is_reported_in_one_line(tmp_path:
         main.run(["view"])
 
 
+def test_segments_are_linked_where_they_can_be_and_what_is_written_is_not(
+    run: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, linked = run[0] / "broker", copy_store(run[0] / "broker", tmp_path / "linked")
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EXDEV, "Invalid cross-device link")))
+    copied = copy_store(store, tmp_path / "copied")
+    segments = {path.relative_to(store) for path in store.glob("segments/*.log")}
+    same = {path.relative_to(linked) for path in linked.rglob("*") if path.samefile(store / path.relative_to(linked))}
+    assert same == segments != set()
+    assert contents(copied) == contents(linked)
+
+
+def test_a_store_without_room_for_its_copy_is_refused_before_anything_is_copied(
+    run: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(StoreNotCopied, match=r"No space left on device\); .* by TMPDIR=FOLDER") as raised:
+        copy_store(run[0] / "broker", tmp_path / "scratch/store")
+    assert "\n" not in str(raised.value)
+    assert list(tmp_path.iterdir()) == [tmp_path / "scratch"]
+
+
+def test_a_disk_that_fills_during_the_copy_is_told_in_one_line(
+    run: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "copy2", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(StoreNotCopied, match="No space left on device") as raised:
+        copy_store(run[0] / "broker", tmp_path / "store")
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize("flags", [[], ["--port", "0"]])
 def test_a_path_with_nothing_at_it_is_told_in_place_of_an_empty_page(tmp_path: Path, flags: list[str]) -> None:
     with pytest.raises(ConfigError, match="missing: no such run directory or file of groups"):
         main.run(["view", str(tmp_path / "missing"), *flags])
 
 
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_command_prints_its_address_and_leaves_nothing_when_it_is_stopped(
-    run: tuple[Path, str], tmp_path: Path
+    run: tuple[Path, str], tmp_path: Path, end: signal.Signals
 ) -> None:
     command = (sys.executable, "-m", "example_trainer.commands.main", "view", str(run[0]))
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -216,7 +252,7 @@ def test_the_command_prints_its_address_and_leaves_nothing_when_it_is_stopped(
         label, address, way_out = viewer.stdout.readline().split(maxsplit=2)
         assert (label, way_out) == ("page:", "(Ctrl-C ends it)\n")
         assert httpx.get(f"{address}v1/runs").json()["runs"][0]["run_id"] == run[1]
-        viewer.send_signal(signal.SIGINT)
+        viewer.send_signal(end)
         out, error = viewer.communicate(timeout=20)
     assert (viewer.returncode, out, error) == (0, "", "")
     assert list(tmp_path.iterdir()) == []

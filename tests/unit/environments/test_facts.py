@@ -67,6 +67,29 @@ def test_settings_are_read_as_the_environment_reads_them(tmp_path: Path) -> None
     assert "did you mean --env.group-size?" in str(facts_of("arithmetic_server", "--env.group_sise", "3").error)
 
 
+def test_data_that_a_start_would_not_find_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.jsonl").touch()
+    for found in ("here.jsonl", "~/here.jsonl", str(tmp_path)):
+        assert facts_of("gsm8k_server", "--env.data_path", found).unusable_here is None
+    assert facts_of("gsm8k_server", "--env.dataset_name", "org/not-here").unusable_here is None
+    told = facts_of("gsm8k_server", "--env.data_path", "here.jsonl", "--env.val_data_path", "~/gone").unusable_here
+    assert told == "--env.val_data_path ~/gone: there is no such file or folder; correct the path"
+
+
+def test_data_of_an_environment_that_may_make_them_are_no_reason_against_a_start(tmp_path: Path) -> None:
+    path = tmp_path / "own_env.py"
+    path.write_text(
+        "from environments.sdk.base_env import BaseEnv\nfrom environments.sdk.config import BaseEnvConfig\n\n"
+        "class OwnConfig(BaseEnvConfig):\n    data_path: str = 'made-in-setup.jsonl'\n\n"
+        "class OwnEnv(BaseEnv):\n    name = 'own'\n    env_config_cls = OwnConfig\n"
+    )
+    found = find_facts(str(path), [])
+    assert found is not None
+    assert (found.missing_files, found.unusable_here) == (["data_path made-in-setup.jsonl"], None)
+
+
 def test_an_import_that_a_module_does_without_is_not_a_missing_package(tmp_path: Path) -> None:
     path = tmp_path / "own_env.py"
     shipped = (FOLDER / "arithmetic_server.py").read_text(encoding="utf-8")

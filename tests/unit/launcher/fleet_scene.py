@@ -78,7 +78,7 @@ class Scene:
         """Start the launcher's part, as `Launch` does."""
         self.settings, self.run, self.plan = planned(self.run_dir, *FLAGS, *self.flags, *more)
         self.run.create()
-        limits = limits_of(self.settings.trainer, os.environ)
+        limits = limits_of(self.settings, os.environ)
         limits = replace(limits, most=self.most or limits.most)
         resumes = self.settings.trainer.resume is not None
         self.fleet = Fleet(

@@ -143,7 +143,7 @@ def test_a_resumed_run_has_as_many_servers_as_were_asked_for_last(tmp_path: Path
     scene.fleet.close()
     for flags in (("--num-inference-nodes", "3"), ("--num-inference-nodes", "2", "--resume", "none")):
         settings = planned(scene.run_dir, *FLAGS, *flags)[0]
-        limits = limits_of(settings.trainer, os.environ)
+        limits = limits_of(settings, os.environ)
         found = FleetRecord.read(scene.run, limits, resumes="--resume" not in flags)
         assert found.wanted == limits.planned, "another setting than before, or another run"
 
@@ -183,15 +183,31 @@ def test_where_the_number_is_fixed_the_reason_names_what_to_do(
     tmp_path: Path, flags: tuple[str, ...], reason: str
 ) -> None:
     settings, _, _ = planned(tmp_path / "run", "--env.server", __file__, *flags)
-    assert reason in limits_of(settings.trainer, os.environ).fixed
+    assert reason in limits_of(settings, os.environ).fixed
 
 
 def test_gpus_limit_the_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("example_trainer.launcher.fleet_plan.serves_from_gpu", lambda _: True)
     monkeypatch.setattr("example_trainer.launcher.fleet_plan.count_gpus", lambda _: 8)
-    on_one = planned(tmp_path / "a", *FLAGS, "--num-inference-nodes", "3")[0].trainer
+    on_one = planned(tmp_path / "a", *FLAGS, "--num-inference-nodes", "3")[0]
     limits = limits_of(on_one, {})
     assert (limits.least, limits.most) == (1, 3)
     assert "divide the memory of the trainer's GPU by --num-inference-nodes 3" in limits.limit
-    own = planned(tmp_path / "b", *FLAGS, "--vllm-gpu", "1", "--vllm-tensor-parallel-size", "2")[0].trainer
+    own = planned(tmp_path / "b", *FLAGS, "--vllm-gpu", "1", "--vllm-tensor-parallel-size", "2")[0]
     assert (limits_of(own, {}).most, limits_of(own, {}).limit[:30]) == (3, "of 8 GPUs those from --vllm-gp")
+
+
+def test_gpus_of_trainer_and_teacher_are_not_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("example_trainer.launcher.fleet_plan.serves_from_gpu", lambda _: True)
+    monkeypatch.setattr("example_trainer.launcher.fleet_plan.count_gpus", lambda _: 8)
+    distilled = ("--env.server", "distill_server.py", "--distill", "forward_kl", "--teacher.model_name", "org/teacher")
+    on_two = ("--vllm-gpu", "1", "--vllm-tensor-parallel-size", "2")
+
+    def most(*flags: str) -> int:
+        made = planned(tmp_path / str(len(list(tmp_path.iterdir()))), *FLAGS, *on_two, *distilled, *flags)[0]
+        return limits_of(made, {}).most
+
+    assert most("--teacher.gpu", "6") == 2, "of 1,2 3,4 5,6"
+    assert most("--teacher.gpu", "0") == 3
+    assert most("--teacher.gpu", "2") == 3, "the first server, which is planned, shares it"
+    assert most("--teacher.gpu", "0", "--device", "cuda:3") == 1

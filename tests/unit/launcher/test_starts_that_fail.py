@@ -21,6 +21,7 @@ from example_trainer.launcher.launch import dry_plan, plan_launch
 from example_trainer.launcher.plan import Programs
 from example_trainer.launcher.run_dir import DirectoryUnusable, RunDirectoryInUse, plan_run_dir
 from example_trainer.launcher.run_file import read_settings
+from example_trainer.launcher.run_lock import locked
 from example_trainer.processes.ports import NoPort
 from example_trainer.run import describe
 
@@ -82,6 +83,35 @@ def test_a_new_run_among_the_checkpoints_of_another_is_refused(tmp_path: Path) -
     with pytest.raises(RunDirectoryInUse, match=r"--save-path \S+/saved already holds checkpoint-500 of a run"):
         plan_launch(read_settings(argv))
     plan_launch(read_settings([*argv, "--resume", "auto"]))
+
+
+@pytest.mark.parametrize("flags", [(), ("--resume", "auto")])
+@pytest.mark.parametrize("held", ["config.json", "src/", ".git/"])
+def test_a_directory_of_a_model_or_a_project_is_not_taken_for_a_run_s(
+    held: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    root = tmp_path / "something else"
+    root.mkdir()
+    if held.endswith("/"):
+        (root / held).mkdir()
+    else:
+        (root / held).write_text('{"model_type": "qwen2"}')
+    argv = ["--model-name", "org/model", "--run-dir", str(root), *flags]
+    with pytest.raises(RunDirectoryInUse, match=rf"--run-dir {root} holds {held.strip('/')}, but no run") as refused:
+        plan_launch(read_settings(argv))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_run_directory_may_hold_files_of_a_batch_script_and_what_a_failed_launch_left(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    (root / "broker").mkdir(parents=True)
+    for name in ("launcher.pid", "launch.log", "run.yaml"):
+        (root / name).touch()
+    launch = partial(plan_launch, read_settings(["--model-name", "org/model", "--run-dir", str(root)]))
+    with locked({"--run-dir": launch().run.root}):
+        launch().run.create().write_record({})
+        (root / "wandb").mkdir()
+    launch()
 
 
 def test_a_tiny_model_that_there_is_not_is_reported_with_the_nearest(tmp_path: Path) -> None:
@@ -230,6 +260,29 @@ def test_a_setting_that_the_environment_refuses_is_told_before_any_program_is_st
             begin()
         assert str(refused.value).startswith("environment (arithmetic_server.py): ")
         assert told in str(refused.value)
+    assert not started.exists()
+
+
+@pytest.mark.parametrize(
+    ("server", "flags", "told"),
+    [
+        ("gsm8k_server.py", ("--env.data_path", "qestions.jsonl"), "--env.data_path qestions.jsonl: there is no such"),
+        ("dataset_server.py", ("--env.dataset_name", "org/data", "--env.reward", "formt"), "no reward 'formt'"),
+    ],
+)
+def test_a_file_or_name_that_is_not_there_is_told_before_any_program_is_started(
+    tmp_path: Path, server: str, flags: tuple[str, ...], told: str
+) -> None:
+    model, started = tmp_path / "model", tmp_path / "started"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    program = ("-c", f"open({str(started)!r}, 'w').close()")
+    argv = ["--model-name", str(model), "--run-dir", str(tmp_path / "run"), "--env", server, *flags]
+    launch = plan_launch(read_settings(argv))
+    launch.programs = Programs(broker=program, vllm=program, trainer=program)
+    with pytest.raises(ConfigError) as refused:
+        launch.go()
+    assert str(refused.value).startswith(f"environment ({server}): {told}")
     assert not started.exists()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from example_trainer.serving.vllm.load_tracing import noting_missed, trace_load_weights
+from example_trainer.serving.vllm.load_tracing import needed_parts, noting_missed, trace_load_weights
 
 FUSED = {"q": 0, "k": 4, "v": 6}
 
@@ -26,6 +26,8 @@ class Loader:
             elif name == "embedding":
                 self.embedding[: tensor.shape[0]].data.copy_(tensor)
                 self.embedding[tensor.shape[0] :].data.fill_(0)
+            elif name == "tied":
+                self.embedding.data.copy_(tensor)
             elif name == "gate_up":
                 for half in (0, 1):
                     self.gate_up.data[half * 4 : half * 4 + 4].copy_(tensor[half * 4 : half * 4 + 4])
@@ -89,6 +91,23 @@ def test_what_is_not_loaded_one_to_one_is_named_with_the_reason(loader, name, re
     found = trace(loader, **{name: (8, 3)})
     assert reason in found.unmapped[name]
     assert name not in found.copies
+
+
+@pytest.mark.parametrize(
+    ("lacking", "needed"),
+    [
+        ({"k": (2, 3)}, ["k"]),
+        ({"k": (2, 3), "v": (2, 3)}, ["k", "v"]),
+        ({"tied": (16, 3)}, []),
+        ({"unknown": (2, 3)}, []),
+        ({"embedding": (10, 3)}, ["embedding"]),
+    ],
+)
+def test_a_part_of_a_fused_parameter_that_a_checkpoint_lacks_is_found_and_a_tied_tensor_is_not(loader, lacking, needed):
+    whole = {"q": (4, 3), "k": (2, 3), "v": (2, 3), "embedding": (10, 3)}
+    held = {name: shape for name, shape in whole.items() if name not in lacking}
+    assert needed_parts(loader.load_weights, held, lacking, torch.float32) == needed
+    assert torch.equal(loader.qkv, torch.full((8, 3), 7.0)), "nothing is loaded"
 
 
 class Model(torch.nn.Module):

@@ -28,12 +28,14 @@ class ReadingEngine:
 
     def __init__(self):
         self.read, self.seconds, self.missed, self.async_llm = [], 0.0, [], self
+        self.lacking = None
 
-    async def call_workers(self, method, path):
+    async def call_workers(self, method, path, lacking):
         assert method == "atropos_reload"
         self.read.append(path)
+        self.lacking = lacking
         await asyncio.sleep(self.seconds)
-        return [{"missed": []}, {"missed": self.missed}]
+        return [{"missed": []}, {"missed": self.missed}, {"missed": self.missed}]
 
     async def sleep(self, level, *, mode):
         del level, mode
@@ -92,6 +94,7 @@ async def test_no_version_is_served_of_which_a_part_comes_from_the_version_befor
         with pytest.raises(Problem, match="1 of the model's parameters are not in it: b"):
             await state.reload(str(tmp_path), 2, drain_seconds=0.0)
     assert (state.fence.policy_version, state.fence.torn) == ((2, False) if is_served else (None, True))
+    assert state.engine.lacking == ({} if is_served else {"b": (1,)}), "the worker asks the model if it needs them"
 
 
 class FusedLayer(torch.nn.Module):

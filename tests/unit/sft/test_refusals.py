@@ -65,6 +65,33 @@ def test_settings_that_cannot_work_are_one_line(sft: Sft, flags: str, message: s
     assert "\n" not in str(refused.value)
 
 
+WITHOUT_EFFECT = {
+    "--activation-offloading": ["--activation-offloading True has no effect: add --gradient-checkpointing"],
+    "--activation-offloading --gradient-checkpointing": [],
+    "--optimizer adafactor --adam-beta1 0.8 --init-method tcp://localhost:1": [
+        "--init-method tcp://localhost:1 has no effect: add --world-size 2",
+        "--adam-beta1 0.8 has no effect: --optimizer adafactor has a decay rule of its own",
+    ],
+    "--use-lora --lora-r 8 --lr 1e-3": [],
+}
+
+
+@pytest.mark.parametrize(("flags", "told"), WITHOUT_EFFECT.items())
+def test_a_setting_without_effect_is_warned_about(
+    sft: Sft, capsys: pytest.CaptureFixture[str], flags: str, told: list[str]
+) -> None:
+    sft("--dry-run", *flags.split())
+    assert capsys.readouterr().err.splitlines() == told
+
+
+def test_help_says_nothing_of_servers_that_fine_tuning_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "served weights" not in text
+    assert "The sampler" not in text
+
+
 def test_chats_without_a_template_name_the_file_that_would_give_one(sft: Sft, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "plain", vocabulary=PADDED_VOCABULARY_SIZE)
     tokenizer = make_tokenizer(context_length=128)

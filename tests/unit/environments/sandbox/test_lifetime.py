@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -15,7 +16,14 @@ import psutil
 import pytest
 
 from environments.sandbox import isolation, limits, python_tool
-from environments.sandbox.python_tool import MECHANISMS, PythonTool, SandboxFailed, SandboxUnavailable
+from environments.sandbox.python_tool import (
+    MECHANISMS,
+    PythonTool,
+    SandboxFailed,
+    SandboxUnavailable,
+    SupervisorExited,
+    SupervisorProcess,
+)
 
 from .conftest import DRIVER, python_path
 
@@ -123,6 +131,35 @@ async def test_giving_up_a_run_ends_it(tool, mark):
         await begun(mark)
         group.cancel_scope.cancel()
     await anyio.to_thread.run_sync(wait_until, lambda: not marked(mark))
+
+
+@pytest.mark.parametrize("is_idle", [True, False], ids=["of an idle supervisor", "of a new supervisor"])
+async def test_of_a_run_given_up_no_process_and_no_supervisor_is_left(tool, is_idle):
+    """Whenever it is given up: before its thread has begun, while the supervisor starts, or while the code runs."""
+    for turns in range(8):
+        if is_idle:
+            await tool.run("1")
+        else:
+            tool.close()
+            tool._closed = False
+        given_up = asyncio.ensure_future(tool.run("import time; time.sleep(60)"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        used = {supervisor.pid for supervisor in tool._supervisors}
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        assert tool._supervisors == set(tool._idle)
+        kept = {supervisor.pid for supervisor in tool._idle}
+        assert not any(psutil.pid_exists(pid) for pid in used - kept - {None})
+
+
+def test_a_supervisor_that_is_given_up_before_its_start_does_not_start(tool):
+    supervisor = SupervisorProcess()
+    supervisor.disconnect()
+    with pytest.raises(SupervisorExited, match="before its start"):
+        supervisor.ask(tool._launch("1", tool.way, ""))
+    assert supervisor.pid is None
 
 
 async def test_a_machine_without_a_process_or_a_file_left_fails_a_run_and_not_the_environment(tool, monkeypatch):

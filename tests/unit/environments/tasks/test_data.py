@@ -96,12 +96,17 @@ def test_records_without_an_answer_are_left_out_and_counted(tmp_path: Path, capl
     assert "1 records without" in caplog.text
 
 
-def test_a_folders_files_belong_to_the_split_their_names_tell(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", [".", "~"])
+def test_a_folders_files_belong_to_the_split_their_names_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     write(tmp_path / "train-00000-of-00002.jsonl", {"question": "a", "answer": "1"})
     write(tmp_path / "train-00001-of-00002.jsonl", {"question": "b", "answer": "1"})
     write(tmp_path / "validation/part.jsonl", {"question": "c", "answer": "1"})
     (tmp_path / "README.md").write_text("about")
-    fields = DataFields(data_path=tmp_path)
+    fields = DataFields(data_path=Path(folder))
     assert [item.question for item in fields.training_questions()] == ["a", "b"]
     assert [item.question for item in fields.evaluation_questions()] == ["c"]
 
