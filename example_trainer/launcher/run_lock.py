@@ -19,8 +19,7 @@ from example_trainer.launcher.run_dir import RunDirectoryInUse, find_checkpoint,
 from example_trainer.processes.tree import MARK_VARIABLE
 
 LOCK_NAME = "run.lock"
-RUN_FOLDERS = frozenset({"bridge", "broker", "configs", "evals", "logs", "rollouts"})
-"""Folders of a run that may be there before it, such as the store of a broker that was started by hand."""
+CONFIG_NAME, METRICS_NAME = "config.json", "metrics.jsonl"
 
 
 @contextmanager
@@ -39,23 +38,19 @@ def locked(places: Mapping[str, Path | None]) -> Iterator[None]:
 
 
 def refuse_foreign_directory(root: Path) -> None:
-    """Raise `RunDirectoryInUse` if the directory holds no run, but folders or a `config.json`.
+    """Raise `RunDirectoryInUse` if the directory holds a `config.json` that is not a run's: the run's would replace it.
 
-    It may be a model, whose `config.json` the run's would replace, a project or a home. Other files are accepted: a
-    batch script or a shell makes some before the run begins, as `> RUN/launch.log` does.
+    It is then most likely a model. Other files are accepted: a batch script or a shell makes some before the run
+    begins, as `> RUN/launch.log` does.
     """
     with reporting_flag(root, "--run-dir"):
-        names = {path.name: path.is_dir() for path in root.iterdir()} if root.exists() else {}
-    if names.keys() & {LOCK_NAME, "metrics.jsonl"} or find_checkpoint(root) is not None:
+        names = {path.name for path in root.iterdir()} if root.exists() else set()
+    if CONFIG_NAME not in names or names & {LOCK_NAME, METRICS_NAME} or find_checkpoint(root) is not None:
         return
-    foreign = sorted(
-        name for name, is_folder in names.items() if name == "config.json" or (is_folder and name not in RUN_FOLDERS)
+    raise RunDirectoryInUse(
+        f"--run-dir {root} holds a {CONFIG_NAME}, but no run, so it may be a model; name a new directory, or an empty "
+        "one"
     )
-    if foreign:
-        raise RunDirectoryInUse(
-            f"--run-dir {root} holds {foreign[0]}, but no run, so it may be something else; name a new directory, or "
-            "an empty one"
-        )
 
 
 def started_by_launcher(environ: Mapping[str, str]) -> bool:
