@@ -8,10 +8,6 @@ fused parameter and computed with random memory in its place. Here all layers ge
 that has died, but not the calls (`collective_rpc`, `get_supported_tasks`, ...) that wait for its answer: a server whose
 engine is killed during such a call waits for ever and reacts to no signal. Here the call raises `EngineDeadError`.
 
-`install_adapters_on_cpu` corrects steps that mix requests with and without an adapter, on a CPU. vLLM gives the rows of
-requests without an adapter the slot -1. Its GPU kernels skip such rows; its CPU code reads -1 as the last slot, so that
-a request for the base model is computed with the adapter in that slot.
-
 `install_grammar_libraries` lets guided decoding use the library chosen for each request. vLLM chooses one for each
 request (xgrammar, or another if xgrammar does not support the grammar), and then compiles all of them with the first
 request's choice, so the first request on a server decides which grammars it accepts. Here each library has its own
@@ -37,9 +33,6 @@ import asyncio
 import copy
 from functools import cache, wraps
 from typing import Any
-
-_COMPUTING = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
-"""The operations that all of vLLM's CPU functions for adapters use."""
 
 _LIFE_CHECK_SECONDS = 0.5
 """Interval of the checks that the engine is alive, while a call waits for its answer."""
@@ -83,35 +76,6 @@ def failing_with_the_engine(call: Any) -> Any:
         return answer.result()
 
     return calling
-
-
-def install_adapters_on_cpu() -> None:
-    """Replace the adapter operations in each module of vLLM that has imported them for CPUs."""
-    from vllm.lora.ops import torch_ops
-    from vllm.lora.ops.torch_ops import lora_ops
-    from vllm.lora.punica_wrapper import punica_cpu
-
-    for name in _COMPUTING:
-        compute = getattr(lora_ops, name)
-        if not hasattr(compute, "__wrapped__"):
-            for module in (lora_ops, torch_ops, punica_cpu):
-                setattr(module, name, leaving_out_rows_without_adapter(compute))
-
-
-def leaving_out_rows_without_adapter(compute: Any) -> Any:
-    """Return `compute` changed so that rows of the slot -1 stay as they are."""
-
-    @wraps(compute)
-    def computing(inputs: Any, weights: Any, output: Any, slots: Any, *args: Any, **kwargs: Any) -> None:
-        with_adapter = slots >= 0
-        if with_adapter.all():
-            compute(inputs, weights, output, slots, *args, **kwargs)
-        elif with_adapter.any():
-            rows = output[with_adapter]
-            compute(inputs[with_adapter], weights, rows, slots[with_adapter], *args, **kwargs)
-            output[with_adapter] = rows
-
-    return computing
 
 
 _INSTALLED = "atropos_installed"

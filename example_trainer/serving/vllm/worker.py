@@ -21,6 +21,7 @@ from example_trainer.serving.checkpoint_shapes import Shapes, read_checkpoint_sh
 from example_trainer.serving.vllm import adapter_worker, patches
 from example_trainer.serving.vllm.adapter_worker import AdapterWorker
 from example_trainer.serving.vllm.broadcast_worker import BroadcastWorker
+from example_trainer.serving.vllm.cpu_adapters import install_adapters_on_cpu
 from example_trainer.serving.vllm.load_tracing import Copy, Trace, needed_parts, noting_missed, trace_load_weights
 from example_trainer.weight_protocol.checksums import combined_checksum, tensor_checksum
 from example_trainer.weight_protocol.segment import Exported, SharedSegment, StridedRegion, make_segment
@@ -226,4 +227,4 @@ def _device_name(device: torch.device) -> str:
 if current_platform.is_cpu():
     keep_linear_weights_unpacked()
     patches.install_seeds_on_cpu()
-    patches.install_adapters_on_cpu()
+    install_adapters_on_cpu()

@@ -9,24 +9,7 @@ import pytest
 import torch
 
 from example_trainer.serving.engine import complete_characters, leaves_nothing
-from example_trainer.serving.vllm.patches import leaving_out_rows_without_adapter, leaving_quantised_heads
-
-
-def add_by_slot(inputs, weights, output, slots, scale=1.0):
-    """Add as vLLM's functions for a CPU do: a slot of -1 is the last one."""
-    output += scale * torch.einsum("bi,boi->bo", inputs, weights[slots])
-
-
-@pytest.mark.parametrize("slots", [[0, 1, 1], [0, -1, 1], [-1, -1, 1], [-1, -1, -1]])
-def test_rows_without_an_adapter_stay_as_they_are(slots):
-    noise = torch.Generator().manual_seed(0)
-    inputs, weights = torch.randn(3, 4, generator=noise), torch.randn(2, 5, 4, generator=noise)
-    weights[1, 0, 0] = float("nan") if slots == [-1, -1, -1] else 0.5
-    output = torch.ones(3, 5)
-    leaving_out_rows_without_adapter(add_by_slot)(inputs, weights, output, torch.tensor(slots), 2.0)
-    for row, slot in enumerate(slots):
-        expected = torch.ones(5) if slot < 0 else 1 + 2 * weights[slot] @ inputs[row]
-        assert torch.allclose(output[row], expected)
+from example_trainer.serving.vllm.patches import leaving_quantised_heads
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in vLLM's imports
