@@ -17,8 +17,11 @@ OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
 
 LOGIT_CHANGES: tuple[tuple[str, float | None], ...] = (
     ("final_logit_softcapping", None),
+    ("lm_head_multiplier", 1.0),
     ("logit_scale", 1.0),
     ("logits_scaling", 1.0),
+    ("logits_soft_cap", None),
+    ("output_logit_soft_cap", None),
 )
 """Fields of a model's configuration that change its logits after the head, each with the value without effect."""
 

@@ -44,6 +44,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 512, "vocab_size": VOCABULARY, "eos_token_id": 1},
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
 }
 
 
