@@ -98,7 +98,7 @@ def _head_difference(module: Any, tokens: Tensor) -> Tensor:
     weight, bias = head_of(module)
     states = find_backbone(module)(input_ids=tokens, use_cache=False).last_hidden_state[0]
     # Not by a call: the hooks of a sharded module would run a second time in its forward.
-    logits = module.forward(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+    logits: Tensor = module.forward(input_ids=tokens, use_cache=False).logits[0, :-1].float()
     labels = tokens[0, 1:]
     index, ones = torch.arange(len(labels), device=tokens.device), torch.ones(len(labels), device=tokens.device)
     own, _ = token_logprobs(states, weight, index, labels, ones, bias=bias)
