@@ -63,9 +63,10 @@ _FACTOR = re.compile(
 """A number before a bracket, which math-verify would read as a mixed number: `2(3)` as 5."""
 _WORDS = r"\\(?:text(?:bf|rm|it)?|mbox|math(?:rm|bf|it))\s{0,4}\{"
 _WORDS_PART = re.compile(rf"{_WORDS}(?![\s,]*(?:and|or)\s*\}})[^{{}}]*\}}")
-_JOINT = re.compile(rf"(?<=[\d}}])(\s*{_WORDS}[^{{}}]*\}})(?=\s*(?:\d|\\[dt]?frac))")
-_VALUE = re.compile(r"=|(?<![\^_\d])(?<!\^[-{])(?<!\^\{-)\d")
+_JOINT = re.compile(rf"(?<=[\d}}])(\s*{_WORDS}[^{{}}]*\}})(?=\s*(?:\d|\\[dt]?frac|[a-zA-Z]\s?=))")
+_UNITS = re.compile(rf"(?:{_WORDS}[^{{}}]*\}}|\^(?:\d|\{{-?\d\}})|_\d|\\(?:cdot|times)(?![a-zA-Z])|\\[,;:! ]|[\s/*.])+")
 _PERCENT = re.compile(rf"(?<=\d)\s*{_WORDS}\s*percent\s*\}}")
+_ROMAN = re.compile(r"(?<![_a-zA-Z])\\mathrm\s?\{([ei])\}|(?<=_\{)\\(?:mathrm|text)\s?\{([a-zA-Z])\}(?=\})")
 _LAST_UNIT = re.compile(rf"(?<=[\d}}])\s*{_WORDS}[^{{}}\d]*\}}(?:\^\d|\^\{{\d\}})?$")
 _PERIOD = re.compile(r"(?<=[^.\s])\.$")
 _SPACING = re.compile(r"\\(?:[,;:!]|q?quad\b|displaystyle\b|hspace\*?\{[^{}]*\})|(?<!\\)~")
@@ -89,8 +90,6 @@ _MATH_WORDS = re.compile(
     r"divided|multiplied|squared?|cubed?|power|root|factorial|percent|dozen|hundred|thousand|[mbtr]+illion|hal(?:f|ves)|"
     r"thirds?|fourths?|quarters?|fifths?|tenths?|hundredths?|times|between|and"
 )
-
-
 _NAME = re.compile(rf"(?:{_WORDS})?\s*([^\W\d_]+(?:[ '-]+[^\W\d_]+)*)[\s.]*\}}?[\s.]*")
 _LABEL = re.compile(rf"^(?:{_WORDS})?\s*(?!(?:Minus|Negative)\b)([A-Z][a-z]{{2,20}})[\s}}.~]+\d")
 _HALF_DAY = re.compile(rf"\d[\s}}\\!,;:~]*(?:{_WORDS}\s*)?([ap])\.?\s?m\b", re.IGNORECASE)
@@ -255,11 +254,15 @@ def expressions(text: str) -> tuple[Any, ...]:
 
 
 def goes_on(text: str) -> bool:
-    r"""Return True if values follow a `\text{…}`: math-verify would take all from there on for a unit, so that
-    `5\text{ feet }6\text{ inches}` would be 5.
+    r"""Return True if the first `\text{…}` is no unit at the end: math-verify would take all from there on for one, so
+    that `5\text{ feet }6\text{ inches}` would be 5, and `v_{\text{max}}` would be `v_{\text{min}}`.
     """
     words = _WORDS_PART.search(text)
-    return words is not None and _VALUE.search(text, words.end()) is not None
+    if words is None:
+        return False
+    before = _ESCAPED_BRACE.sub("", text[: words.start()]).rstrip()
+    in_braces = before.count("{") > before.count("}")
+    return in_braces or before.endswith(("_", "^")) or _UNITS.fullmatch(text, words.start()) is None
 
 
 def is_sentence(text: str) -> bool:
@@ -277,7 +280,7 @@ def plain(text: str) -> str:
     # The notation of scientific references: math-verify would read 4.5e33 as 4.5 times e times 33.
     text = _POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text).replace("°", "^\\circ ").replace("∞", "\\infty ")
     text = _BARE_NAME.sub(r"\\\g<0>", _UNIT.sub("", text.replace("\\$", "").replace("\\varnothing", "\\emptyset")))
-    text = _SPACING.sub(" ", text).strip()
+    text = _ROMAN.sub(lambda letter: letter[1] or letter[2], _SPACING.sub(" ", text)).strip()
     text = _ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", text)
     wrapped = _TEXT.fullmatch(text) or _WRAPPED.fullmatch(text) or _EMPHASIS.fullmatch(text)
     if wrapped:

@@ -128,6 +128,10 @@ def is_running(pid):
         ("5", r"\text{Area} = 5\text{ cm}^2"),
         ("5", r"5 \text{ kg}\cdot\text{m}^2/\text{s}^2"),
         (r"5\text{ feet }6\text{ inches}", r"5\text{ feet } 6 \text{ inches}"),
+        (r"\frac{P_{\text{in}}}{P_{\text{out}}}", r"P_{\text{in}}/P_{\text{out}}"),
+        ("2e^{-x}", r"2\mathrm{e}^{-x}"),
+        ("3+4i", r"3+4\mathrm{i}"),
+        ("k_B T", r"k_{\mathrm{B}} T"),
     ],
 )
 def test_other_ways_of_writing_the_same_are_correct(verifier, gold, answer):
@@ -181,6 +185,11 @@ def test_other_ways_of_writing_the_same_are_correct(verifier, gold, answer):
         (r"5\text{ feet }6\text{ inches}", "5"),
         (r"1\text{ hour and }30\text{ minutes}", r"2\text{ hours and }15\text{ minutes}"),
         ("5", r"5 \text{ for } x > 0, 6 \text{ otherwise}"),
+        ("2", r"5\text{ when }x=2"),
+        ("2", r"2\mathrm{e}^{-x}"),
+        (r"v_{\text{max}}", r"v_{\text{min}}"),
+        (r"\frac{P_{\text{in}}}{P_{\text{out}}}", r"\frac{P_{\text{out}}}{P_{\text{in}}}"),
+        (r"10^{\text{th}}", r"10^{\text{rd}}"),
     ],
 )
 def test_other_values_and_lists_of_guesses_are_wrong(verifier, gold, answer):
