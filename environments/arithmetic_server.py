@@ -30,6 +30,7 @@ from environments.tasks.arithmetic import (
     grade,
     held_out_problems,
     problem_stream,
+    whole_number,
 )
 from environments.tasks.data import ROW, DataFields, Question, ShuffledEpochs
 from environments.tasks.records import DataUnusable
@@ -164,10 +165,9 @@ def endless_draws(problems: Sequence[WordProblem], seed: int) -> Iterator[WordPr
 def _whole_number(answer: str) -> int:
     found = extract_answer(answer)
     if found is None:
-        try:
-            found = int(answer)
-        except ValueError:
-            raise DataUnusable(f"the answer {answer[:80]!r} holds no whole number, which --env.task needs") from None
+        found = whole_number(answer)
+    if found is None:
+        raise DataUnusable(f"the answer {answer[:80]!r} holds no whole number, which --env.task needs")
     return found
 
 

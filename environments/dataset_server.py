@@ -38,7 +38,7 @@ from environments.sdk import (
 )
 from environments.sdk.errors import GoldMissing, TokenizerUnavailable
 from environments.tasks.chat_dataset import REFERENCES, PromptForm, Row, load_rows
-from environments.tasks.data import Question
+from environments.tasks.data import Question, is_missing
 from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, answer_of, mean
 from environments.tasks.records import DataUnusable, Split
 
@@ -232,8 +232,10 @@ def _sample(row: Row, prompt: Any, text: str, node: SequenceNode) -> Mapping[str
 
 
 def _given(row: Row) -> dict[str, Any]:
-    """Return the data's part of a sample: the columns, and the reference under the usual name."""
-    return {**({"answer": row.answer} if row.answer else {}), **row.columns}
+    """Return the data's part of a sample: the columns, and the reference under the usual name if that has no value."""
+    if not row.answer or not is_missing(row.columns.get("answer")):
+        return dict(row.columns)
+    return {"answer": row.answer, **{name: value for name, value in row.columns.items() if name != "answer"}}
 
 
 def _row(question: Question) -> Row:

@@ -98,7 +98,7 @@ def _mixed(match: re.Match[str]) -> Fraction | None:
 
 
 THINKING_END = "</think>"
-_BRACES = re.compile(r"(?P<box>\\f?boxed\s*\{)|\\.|[{}]", re.DOTALL)
+_BRACES = re.compile(r"\\(?P<box>f?boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$\\]+)|\\boxed([0-9])")
 _HASHES = "####"
 
@@ -111,17 +111,19 @@ def after_thinking(text: str) -> str:
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the `\boxed{…}` that closes last, braces balanced; None when none closes.
 
-    Of nested boxes the outer one closes last. `\boxed 5` without braces counts when there is no braced one.
+    Of nested boxes the outer one closes last. `\fbox{…}`, in which some solutions of MATH have their answer, counts
+    where there is no `\boxed{…}`, and `\boxed 5` without braces where there is neither.
     """
-    open_braces: list[tuple[bool, int]] = []
-    found: str | None = None
+    open_braces: list[tuple[str, int]] = []
+    by_box: dict[str, str] = {}
     for match in _BRACES.finditer(text):
         if match["box"] or match[0] == "{":
-            open_braces.append((match["box"] is not None, match.end()))
+            open_braces.append((match["box"] or "", match.end()))
         elif match[0] == "}" and open_braces:
-            is_box, start = open_braces.pop()
-            if is_box:
-                found = text[start : match.start()]
+            box, start = open_braces.pop()
+            if box:
+                by_box[box.removeprefix("f")] = text[start : match.start()]
+    found = by_box.get("boxed", by_box.get("box"))
     if found is not None:
         return found.strip()
     bare = _BARE_BOX.findall(text)

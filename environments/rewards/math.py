@@ -121,8 +121,9 @@ class GSM8kScore:
 class GSM8kReward(SampleReward):
     r"""`correct_score` for the right number, `format_score` for a wrong one that is marked as the answer, else 0.
 
-    A number is marked by `####` or `\boxed{}`; the last mark counts, and the first number after it. With
-    `require_format=False` the last number of an unmarked text is taken instead.
+    A number is marked by `####` or `\boxed{}`; the last mark counts, and the first number after it or, as in
+    `#### 5 + 3 = 8`, after the last `=`. With `require_format=False` the last number of an unmarked text is taken
+    instead.
 
         GSM8kReward(format_score=0.1).score("2 + 2 = 4\n#### 4", "4").correct
     """
@@ -164,7 +165,10 @@ def marked_number(text: str) -> Fraction | None:
     marked = after_hashes(text)
     if marked is None or "\\boxed" in marked:
         marked = last_boxed(text if marked is None else marked)
-    return None if marked is None else first_number(marked)
+    if marked is None:
+        return None
+    result = first_number(marked.rpartition("=")[2])
+    return first_number(marked) if result is None else result
 
 
 def _gold_number(truth: str) -> Fraction:

@@ -14,6 +14,7 @@ import re
 import signal
 import sys
 import unicodedata
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -52,11 +53,27 @@ _UNIT = re.compile(
     r"|(?:km|m|ft|mi)\s?/\s?(?:hr|h|min|sec|s))\.?$"
 )
 """A unit with a power or a slash at the end; math-verify knows the others."""
+_RAISED_UNIT = re.compile(r"(?<=\d)\s{0,4}(?:[cdkm]?m|in|ft|yd|mi|[a-zA-Z]{3,20})[²³]\.?$")
+_RAISED = re.compile(r"(?<=[\w)}\]])[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,20}")
+"""A power in raised digits, of which math-verify would read only the base."""
+_FACTOR = re.compile(
+    r"(?<![\w.^\\])(?:\d{1,20}(?:\.\d{1,20})?|\(-?\d{1,20}(?:\.\d{1,20})?\))(?=\s{0,4}(?:\\left\s?)?\(\s?[-\d\\])",
+    re.ASCII,
+)
+"""A number before a bracket, which math-verify would read as a mixed number: `2(3)` as 5."""
+_WORDS = r"\\(?:text(?:bf|rm|it)?|mbox|math(?:rm|bf|it))\s{0,4}\{"
+_WORDS_PART = re.compile(rf"{_WORDS}(?![\s,]*(?:and|or)\s*\}})[^{{}}]*\}}")
+_JOINT = re.compile(rf"(?<=[\d}}])(\s*{_WORDS}[^{{}}]*\}})(?=\s*(?:\d|\\[dt]?frac|[a-zA-Z]\s?=))")
+_UNITS = re.compile(rf"(?:{_WORDS}[^{{}}]*\}}|\^(?:\d|\{{-?\d\}})|_\d|\\(?:cdot|times)(?![a-zA-Z])|\\[,;:! ]|[\s/*.])+")
+_PERCENT = re.compile(rf"(?<=\d)\s*{_WORDS}\s*percent\s*\}}")
+_ROMAN = re.compile(r"(?<![_a-zA-Z])\\mathrm\s?\{([ei])\}|(?<=_\{)\\(?:mathrm|text)\s?\{([a-zA-Z])\}(?=\})")
+_LAST_UNIT = re.compile(rf"(?<=[\d}}])\s*{_WORDS}[^{{}}\d]*\}}(?:\^\d|\^\{{\d\}})?$")
 _PERIOD = re.compile(r"(?<=[^.\s])\.$")
 _SPACING = re.compile(r"\\(?:[,;:!]|q?quad\b|displaystyle\b|hspace\*?\{[^{}]*\})|(?<!\\)~")
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]))")
-_TEXT = re.compile(r"\\(?:text(?:bf|rm|it)?|mbox|math(?:rm|bf))\s*\{([^{}\\]*\d[^{}\\]*)\}")
+_TEXT = re.compile(rf"{_WORDS}([^{{}}\\]*\d[^{{}}\\]*)\}}")
 _WRAPPED = re.compile(r"\$\$([^$]*)\$\$|\$([^$]*)\$|\\\(((?:(?!\\\)).)*)\\\)|\\\[((?:(?!\\\]).)*)\\\]", re.DOTALL)
+_EMPHASIS = re.compile(r"(\*{1,3}|`)([^*`]+)\1")
 _ABOUT = re.compile(r"\\approx(?![a-zA-Z])|≈")
 _INTRODUCED = re.compile(r"^(?:=(?!=)|:(?![:=])|\\approx(?![a-zA-Z])|≈|\\therefore(?![a-zA-Z]))\s*")
 
@@ -73,6 +90,17 @@ _MATH_WORDS = re.compile(
     r"divided|multiplied|squared?|cubed?|power|root|factorial|percent|dozen|hundred|thousand|[mbtr]+illion|hal(?:f|ves)|"
     r"thirds?|fourths?|quarters?|fifths?|tenths?|hundredths?|times|between|and"
 )
+_NAME = re.compile(rf"(?:{_WORDS})?\s*([^\W\d_]+(?:[ '-]+[^\W\d_]+)*)[\s.]*\}}?[\s.]*")
+_LABEL = re.compile(rf"^(?:{_WORDS})?\s*(?!(?:Minus|Negative)\b)([A-Z][a-z]{{2,20}})[\s}}.~]+\d")
+_HALF_DAY = re.compile(rf"\d[\s}}\\!,;:~]*(?:{_WORDS}\s*)?([ap])\.?\s?m\b", re.IGNORECASE)
+_QUALIFIED = re.compile(
+    r"\b(?:not|never|least|most|than|under|below|above|exceed(?:s|ing)?|twice|double|triple|except|divisible by"
+    r"|(?:multiples?|factors?|divisors?|powers?|half|squares?|cubes?|roots?) of)[\s}$\\(]{0,9}\d"
+    rf"|\d[\s}}$\\)]{{0,9}}(?:{_WORDS}\s*)?(?:or (?:more|less|fewer|greater)|at (?:most|least)|below zero|dozen|"
+    r"squared|cubed|factorial|tens\b|(?:third|four?th|fifth|sixth|seventh|eighth|ninth|tenth|twelfth|hundredth|thousandth)s\b)",
+    re.IGNORECASE,
+)
+"""Words next to a number that make it another one, a bound, or a denial."""
 
 
 def main() -> None:
@@ -107,11 +135,15 @@ def verdict(gold: str, answer: str) -> str:
     wanted, parsed = expressions(gold), expressions(answer)
     if not parsed:
         return "no answer"
+    named, given = name(gold), name(answer)
+    if named and given:
+        return "correct" if named == given else "wrong"
     same = (
         verify(list(wanted), list(parsed), timeout_seconds=None)
         and same_size(wanted, parsed)
         and sides_agree(parsed)
         and percentage_is_meant(wanted, parsed)
+        and words_agree(gold, answer)
         and not (bases(gold) and bases(answer) and bases(gold) != bases(answer))
     )
     return "correct" if same else "wrong"
@@ -157,6 +189,28 @@ def percentage_is_meant(wanted: tuple[Any, ...], parsed: tuple[Any, ...]) -> boo
     return abs(golds[0]) <= 1 and abs(golds[0] - answers[0]) <= RELATIVE_ERROR * abs(golds[0])
 
 
+def words_agree(gold: str, answer: str) -> bool:
+    """Return True unless words beside the numbers say otherwise: `July 20` is not June 20, nor is `5 or more` 5."""
+    for pattern in (_LABEL, _HALF_DAY):
+        found = [words[1].lower() for text in (gold, answer) if (words := pattern.search(text.strip()))]
+        if len(set(found)) > 1:
+            return False
+    return bool(_QUALIFIED.search(gold)) or not _QUALIFIED.search(answer)
+
+
+def name(text: str) -> str:
+    """Return a text of letters alone, in small ones; "" for any other, and for letters that are rather a product.
+
+    math-verify reads all letters as a product, in which their order does not count: `ACB` would be `ABC`.
+    """
+    found = _NAME.fullmatch(text.strip())
+    words = re.split("[ '-]+", found[1]) if found else []
+    letters = "".join(words)
+    if len(letters) < (4 if letters.islower() else 3) or any(_MATH_WORDS.fullmatch(word.lower()) for word in words):
+        return ""
+    return " ".join(words).lower()
+
+
 def bases(text: str) -> list[str]:
     """Return the bases of numerals, as 3 and 5 in `12_3 + 4_{5}`; math-verify drops them."""
     return [braced or bare for braced, bare in _BASE.findall(text)]
@@ -183,12 +237,32 @@ def expressions(text: str) -> tuple[Any, ...]:
     if not text or unescaped.count("{") != unescaped.count("}"):
         return ()
     bare = not any(delimiter in text for delimiter in DELIMITERS)
-    latex = parse(f"\\boxed{{{text}}}" if bare else text, [LatexExtractionConfig()], parsing_timeout=None)
+    normalized = LatexExtractionConfig().normalization_config
+    if bare and goes_on(text):
+        text, normalized = _JOINT.sub(r"\1,", text), replace(normalized, units=False)
+        text = _LAST_UNIT.sub("", text) if "=" in text else text
+    latex = parse(
+        f"\\boxed{{{text}}}" if bare else text,
+        [LatexExtractionConfig(normalization_config=normalized)],
+        parsing_timeout=None,
+    )
     if not _PROSE.fullmatch(text):
         return tuple(latex)
     if not all(isinstance(found, str) for found in latex) and (numbers(tuple(latex)) or not is_sentence(text)):
         return tuple(latex)
     return tuple(parse(text, [ExprExtractionConfig()], parsing_timeout=None)) or tuple(latex)
+
+
+def goes_on(text: str) -> bool:
+    r"""Return True if the first `\text{…}` is no unit at the end: math-verify would take all from there on for one, so
+    that `5\text{ feet }6\text{ inches}` would be 5, and `v_{\text{max}}` would be `v_{\text{min}}`.
+    """
+    words = _WORDS_PART.search(text)
+    if words is None:
+        return False
+    before = _ESCAPED_BRACE.sub("", text[: words.start()]).rstrip()
+    in_braces = before.count("{") > before.count("}")
+    return in_braces or before.endswith(("_", "^")) or _UNITS.fullmatch(text, words.start()) is None
 
 
 def is_sentence(text: str) -> bool:
@@ -200,13 +274,15 @@ def is_sentence(text: str) -> bool:
 def plain(text: str) -> str:
     """Return the text without parts that carry no value: delimiters around it, spacing, a sign that introduces it."""
     text = rewritten_numbers(text.strip())
+    text = _RAISED.sub(_power, _RAISED_UNIT.sub("", text)).replace("·", "\\cdot ")
+    text = _PERCENT.sub(r"\\%", _FACTOR.sub(r"\g<0>\\cdot ", text))
     text = _MINUS.sub(r"\1\2\3-", _SCALED.sub(_multiplied, text))
     # The notation of scientific references: math-verify would read 4.5e33 as 4.5 times e times 33.
     text = _POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text).replace("°", "^\\circ ").replace("∞", "\\infty ")
     text = _BARE_NAME.sub(r"\\\g<0>", _UNIT.sub("", text.replace("\\$", "").replace("\\varnothing", "\\emptyset")))
-    text = _SPACING.sub(" ", text).strip()
+    text = _ROMAN.sub(lambda letter: letter[1] or letter[2], _SPACING.sub(" ", text)).strip()
     text = _ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", text)
-    wrapped = _TEXT.fullmatch(text) or _WRAPPED.fullmatch(text)
+    wrapped = _TEXT.fullmatch(text) or _WRAPPED.fullmatch(text) or _EMPHASIS.fullmatch(text)
     if wrapped:
         text = wrapped[wrapped.lastindex or 0].strip()
     return exact_side(_PERIOD.sub("", _INTRODUCED.sub("", text)))
@@ -223,6 +299,10 @@ def rewritten_numbers(text: str) -> str:
 def _improper(mixed: re.Match[str]) -> str:
     whole, top, bottom = map(int, mixed.groups())
     return f"{whole * bottom + top}/{bottom}"
+
+
+def _power(raised: re.Match[str]) -> str:
+    return f"^{{{unicodedata.normalize('NFKC', raised[0]).replace('−', '-')}}}"
 
 
 def _repeated(decimal: re.Match[str]) -> str:

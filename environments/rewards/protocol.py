@@ -177,7 +177,7 @@ def gold_of(sample: Sample) -> str:
     if not isinstance(sample, str):
         for key in GOLD_KEYS:
             if sample.get(key) is not None:
-                return str(sample[key])
+                return _reference_text(sample[key])
     raise SampleIncomplete(f"a sample has none of {', '.join(GOLD_KEYS)} as reference; its keys are {_keys(sample)}")
 
 
@@ -202,6 +202,15 @@ def _text_of(content: Any) -> str:
     if isinstance(content, Sequence):
         return "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
     return ""
+
+
+def _reference_text(value: Any) -> str:
+    """Return a reference as text: of a chat its last message, of a list its items joined by commas."""
+    if not isinstance(value, list | tuple):
+        return str(value)
+    if value and isinstance(value[-1], Mapping):
+        return _text_of(value[-1].get("content"))
+    return ", ".join(map(str, value))
 
 
 def _keys(sample: Sample) -> str:

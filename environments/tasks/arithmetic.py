@@ -30,7 +30,8 @@ THINGS = ("pens", "cups", "books", "coins", "eggs", "cards", "nuts", "keys")
 HELD_OUT_ONE_IN = 10
 LARGEST_TOTAL = 99
 
-_ANSWER = re.compile(r"#### (-?\d+)")
+_ANSWER = re.compile(r"#### (-?\d[\d,./]*)")
+_WHOLE = re.compile(r"([-+]?(?:\d{1,3}(?:,\d{3})+|\d+))(?:\.0+)?[,./]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,15 @@ def final_line(answer: int) -> str:
 
 
 def extract_answer(text: str) -> int | None:
-    """Return the number after the last `####`; None if there is none, or one longer than any answer."""
+    """Return the number after the last `####`; None if there is none, or one that is not whole or far too long."""
     found = _ANSWER.findall(text)
-    return int(found[-1]) if found and len(found[-1]) <= LONGEST_NUMBER else None
+    return whole_number(found[-1]) if found else None
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that a text consists of: GSM8K writes `1,080` for 1080; None if it is not a whole number."""
+    found = _WHOLE.fullmatch(text.strip())
+    return int(found[1].replace(",", "")) if found and len(found[1]) <= LONGEST_NUMBER else None
 
 
 def grade(text: str, answer: int) -> float:

@@ -1,6 +1,7 @@
 """Loading of a Hugging Face model for training: device, dtype, quantisation, tensor places and checkpoint names.
 
-The model is loaded without dropout, without jitter of its routers and without a cache. For QLoRA the frozen base has
+The model is loaded without dropout, without jitter of its routers and without a cache, and with one of LongRoPE's two
+factors (`rotary_factors`). For QLoRA the frozen base has
 four bits (nf4, bitsandbytes): a quantised weight is a packed uint8 tensor with separate scales. The forward dequantises
 it into the served dtype; `dequantised` returns exactly the matrix that the forward multiplies with, so a server that
 loads those values computes the same as the trainer.
@@ -35,6 +36,7 @@ from example_trainer.errors import (
 )
 from example_trainer.modeling.activation_offloading import offload_layer_inputs
 from example_trainer.modeling.lora import AdapterOptions, adapter_options
+from example_trainer.modeling.rotary_factors import use_one_factor
 
 if TYPE_CHECKING:
     from example_trainer.options.training_options import TrainingOptions
@@ -115,7 +117,11 @@ def load_module(options: PolicyOptions, stored: Any, dtype: torch.dtype, device:
         more = {"quantization_config": quantisation_config(dtype), "device_map": {"": device}}
     try:
         module: Any = AutoModelForCausalLM.from_pretrained(
-            options.model_name, config=_for_training(stored), dtype=dtype, attn_implementation=options.attention, **more
+            options.model_name,
+            config=_for_training(stored, options.context_length),
+            dtype=dtype,
+            attn_implementation=options.attention,
+            **more,
         )
     except (OSError, ValueError, ImportError) as error:
         raise ModelNotFound(_not_found(options, error)) from error
@@ -132,10 +138,11 @@ def load_module(options: PolicyOptions, stored: Any, dtype: torch.dtype, device:
     return trained
 
 
-def _for_training(stored: Any) -> Any:
-    """Return the checkpoint's configuration without cache and noise; written checkpoints keep the original."""
+def _for_training(stored: Any, context_length: int | None = None) -> Any:
+    """Return the configuration that forwards have: no cache or noise, one rotary factor; checkpoints keep `stored`."""
     config = deepcopy(stored)
     config.use_cache = False
+    use_one_factor(config, context_length)
     _turn_noise_off(config)
     return config
 
@@ -345,6 +352,8 @@ class PolicyOptions:
     train_layer_indices: str | None = None
     adapter: AdapterOptions | None = None
     """Options of the adapter to train on the frozen weights; None trains the weights themselves."""
+    context_length: int | None = None
+    """Context of the server that samples from the policy, in tokens; None stands for all that the model has."""
     attention: str = "sdpa"
     gradient_checkpointing: bool = False
     activation_offloading: bool = False
@@ -376,6 +385,7 @@ def policy_options(config: TrainingOptions) -> PolicyOptions:
         master_weights=config.master_weights,
         train_layer_indices=config.train_layer_indices,
         adapter=adapter_options(config),
+        context_length=config.max_model_len,
         gradient_checkpointing=config.gradient_checkpointing,
         activation_offloading=config.activation_offloading,
         sharding=sharding,

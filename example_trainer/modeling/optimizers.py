@@ -258,6 +258,7 @@ class LearningRate:
     """The learning-rate schedule: the rate rises linearly from 0 over the warmup, then follows `schedule`.
 
     `linear` and `cosine` would reach 0 one step after the last of `total_steps`, so every step changes the weights.
+    Steps that are skipped are not counted, so a run that has some ends at a higher rate.
     """
 
     peak: float

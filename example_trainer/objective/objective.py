@@ -142,8 +142,7 @@ class Objective:
             targets = replace(targets, truncated_sampling=share > 0)
         if self.reference is not None:
             targets = replace(targets, reference_logprobs=self.reference.logprobs(rows, targets, score))
-        if self.settings.distill != "none" and targets.teacher_ids is None:
-            self._warn_without_teacher()
+        self._warn_without_teacher(targets)
         if self._scores_proximal:
             targets = replace(targets, proximal_logprobs=score(rows, targets))
         if self.settings.distill == "reverse_kl" and targets.teacher_ids is not None:
@@ -199,13 +198,23 @@ class Objective:
         everywhere = torch.cat(gather(squares[outward].cpu()))
         return ~outward | (squares < second_moment_cut(everywhere, self.settings.m2_threshold))
 
-    def _warn_without_teacher(self) -> None:
-        if not self._warned:
+    def _warn_without_teacher(self, targets: Targets) -> None:
+        """Warn once if nothing of a batch is learnt from a teacher."""
+        if self._warned or self.settings.distill == "none":
+            return
+        logprobs = targets.teacher_logprobs
+        if logprobs is None:
             self._warned = True
             logger.warning(
                 "--distill %s: a batch has no distill_token_ids, so nothing is learnt from a teacher; use an "
                 "environment with a teacher (distill_server.py), and see its log for what failed",
                 self.settings.distill,
+            )
+        elif self.settings.distill == "forward_kl" and not bool((logprobs.isfinite().sum(-1) > 1).any()):
+            self._warned = True
+            logger.warning(
+                "--distill forward_kl: the teacher names one token at each position, which is no distribution to "
+                "learn; add --env.teacher_top_k 8, or use --distill reverse_kl"
             )
 
     def labels(self, targets: Targets, at: Tensor) -> Tensor:

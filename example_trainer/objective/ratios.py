@@ -146,9 +146,11 @@ def forward_kl(student_logprobs: Tensor, teacher_logprobs: Tensor, temperatures:
     """Return the `[N]` forward KL divergence of the student from the teacher over the teacher's `[N, K]` tokens.
 
     The teacher's probabilities are renormalised over its K tokens at `temperatures` `[N]`; the student's are over its
-    whole vocabulary, so probability on other tokens raises the divergence. Rows without any entry give 0.
+    whole vocabulary, so probability on other tokens raises the divergence. Rows without any entry give 0, and so do
+    those with one: renormalised it is certain, and would raise the sampled token whatever the teacher thinks of it.
     """
     known = teacher_logprobs.isfinite()
+    known = known & (known.sum(-1, keepdim=True) > 1)
     lowest = torch.finfo(torch.float32).min
     scaled = (teacher_logprobs.float() / temperatures[:, None]).masked_fill(~known, lowest)
     logs = scaled.log_softmax(-1)

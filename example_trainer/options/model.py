@@ -17,8 +17,11 @@ OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
 
 LOGIT_CHANGES: tuple[tuple[str, float | None], ...] = (
     ("final_logit_softcapping", None),
+    ("lm_head_multiplier", 1.0),
     ("logit_scale", 1.0),
     ("logits_scaling", 1.0),
+    ("logits_soft_cap", None),
+    ("output_logit_soft_cap", None),
 )
 """Fields of a model's configuration that change its logits after the head, each with the value without effect."""
 
@@ -198,8 +201,8 @@ class OptimizerOptions(BaseModel):
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
-        description="Schedule of the rate after the warmup; linear and cosine would reach 0 a step after the run's "
-        "last.",
+        description="Schedule of the rate after the warmup, over the optimizer steps that are taken: linear and cosine "
+        "would reach 0 a step after the run's last, or stay above where steps without a signal are skipped.",
         json_schema_extra=aliases("lr_scheduler_type"),
     )
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warmup of the rate; 0 turns it off.")

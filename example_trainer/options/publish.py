@@ -94,7 +94,12 @@ class PublishOptions(BaseModel):
         description="Index of vLLM's GPU among those that CUDA_VISIBLE_DEVICES leaves visible: the first, if there are "
         "several servers or tensor-parallel ranks, which take the following ones; unset: the trainer's.",
     )
-    max_model_len: int = Field(4096, ge=1, description="Maximum context length of the server.")
+    max_model_len: int = Field(
+        4096,
+        ge=1,
+        description="Maximum context length of the server; under LongRoPE (Phi-3, Phi-4-mini) both sides choose the "
+        "rotary factors of all sequences by it.",
+    )
     vllm_tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks of vLLM.")
     vllm_quantization: str | None = Field(None, description="Quantisation of the served model.")
     vllm_head_dtype: Literal["float32", "auto"] = Field(

@@ -95,7 +95,8 @@ def _mode_rules(config: TrainingOptions, is_launched: bool, used: Collection[str
     yield _Rule("bridge_token", outlives, "the trainer starts the server itself, with a token of its own")
     for field in SERVER_FIELDS:
         counts = config.may_start_server or field in used or field in _counted_for_memory(config)
-        yield _Rule(field, counts, "the trainer starts no server; give it to the server")
+        but = " (under LongRoPE to both)" if field == "max_model_len" else ""
+        yield _Rule(field, counts, f"the trainer starts no server; give it to the server{but}")
 
 
 def _checks_memory(config: TrainingOptions) -> bool:

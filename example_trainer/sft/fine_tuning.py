@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,8 @@ class FineTuning:
             self._refuse_other_data(state)
         self._ranks.on_main(self._trackers.open)
         try:
-            policy = load_policy(policy_options(self.training))
+            options = replace(policy_options(self.training), context_length=self._config.seq_len)
+            policy = load_policy(options)
             policy.chat_template = self._data.chat_template
             if policy.has_adapter:
                 self._ranks.copy_from_main(policy.masters.values())

@@ -34,16 +34,34 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+ROTARY_FEATURES = 16  # half the size of a head
+LONG_ROPE_CONTEXT = 64
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * ROTARY_FEATURES,
+    "long_factor": [1.0 + feature / 4 for feature in range(ROTARY_FEATURES)],
+    "original_max_position_embeddings": LONG_ROPE_CONTEXT,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": False}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "llama": ("llama", {"tie_word_embeddings": False, "rope_parameters": _LLAMA3_ROPE}),
     "phi3": ("phi3", {"tie_word_embeddings": False}),
+    "phi3-long": (
+        "phi3",
+        {
+            "tie_word_embeddings": False,
+            "rope_parameters": _LONG_ROPE,
+            "original_max_position_embeddings": LONG_ROPE_CONTEXT,
+        },
+    ),
     "gpt2": (
         "gpt2",
         {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 512, "vocab_size": VOCABULARY, "eos_token_id": 1},
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
 }
 
 

@@ -14,10 +14,10 @@ import anyio
 import pytest
 from pydantic import ValidationError
 
-from environments.dataset_server import DatasetEnv, DatasetEnvConfig, SystemPromptUnusable, read_system_prompt
+from environments.dataset_server import DatasetEnv, DatasetEnvConfig, SystemPromptUnusable, _given, read_system_prompt
 from environments.rewards import combine, make_reward
 from environments.rewards.failures import RewardFailed
-from environments.rewards.protocol import RewardUnknown, RewardUnusable, score_samples
+from environments.rewards.protocol import RewardUnknown, RewardUnusable, gold_of, score_samples
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import GoldMissing
 from environments.sdk.runtime.cli import read_command
@@ -411,6 +411,12 @@ async def test_a_reward_that_compares_needs_references_and_leaves_rows_without_t
     config = DatasetEnvConfig(reward=["format", "gsm8k"])
     assert [row.question for row in config.load(path, "train")] == ["q"]
     assert "1 rows without a reference for gsm8k are left out" in caplog.text
+
+
+@pytest.mark.parametrize("answer", [None, math.nan, ["7"], [{"role": "assistant", "content": "7"}]])
+async def test_the_reference_that_is_found_in_a_row_is_the_one_that_its_rewards_compare_with(answer):
+    row = make_row({"prompt": "p", "answer": answer, "solution": "7"}, "row 1")
+    assert (row.answer, gold_of(_given(row))) == ("7", "7")
 
 
 LABEL = """

@@ -159,6 +159,17 @@ def test_a_position_without_teacher_neither_adds_nor_breaks() -> None:
     assert student.grad.tolist() == [[0.0, 0.0]]
 
 
+def test_a_teacher_of_one_token_is_no_distribution_that_would_raise_the_sampled_token() -> None:
+    student = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]], requires_grad=True)
+    teacher = torch.tensor([[-9.0, -float("inf")], [-0.1, -2.5]])
+    found = forward_kl(student, teacher, torch.ones(2))
+    found.sum().backward()
+    assert found[0].item() == 0.0
+    assert found[1].item() > 0.0
+    assert student.grad is not None
+    assert student.grad[0].tolist() == [0.0, 0.0]
+
+
 def test_credits_are_what_the_teacher_thinks_of_the_sampled_token_more_than_its_sampler() -> None:
     ids = torch.tensor([[4, 5], [0, 0]])
     teacher = torch.tensor([[-0.5, -1.5], [-float("inf"), -float("inf")]])

@@ -114,6 +114,12 @@ def test_the_trl_guide_s_preset_is_its_configuration() -> None:
     assert (config.kl_coef, config.target_kl, config.lr) == (0.05, 0.1, 5e-6)
 
 
+@pytest.mark.parametrize("preset", ["cs336", "trl-note"])
+def test_the_guides_clip_has_no_second_bound_for_negative_advantages(preset: str) -> None:
+    assert parse("--preset", preset, "--loss-type", "grpo_clip").dual_clip is None
+    assert parse("--preset", preset, "--loss-type", "grpo_clip", "--delta", "4").dual_clip == 4.0
+
+
 def test_the_launcher_hands_the_environment_its_part_of_a_preset() -> None:
     demo = ["--config", str(ROOT / "configs/demo.yaml"), "--preset", "trl-note"]
     (given,) = read_settings(demo).environments

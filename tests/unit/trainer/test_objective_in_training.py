@@ -390,6 +390,20 @@ def test_a_run_that_distils_without_a_teacher_says_so_once(
     assert sum("no distill_token_ids" in record.message for record in caplog.records) == 1
 
 
+def test_a_teacher_that_names_one_token_a_position_is_warned_about_under_forward_kl(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = sample(tiny_model)
+    for group in raw.groups:
+        group.distill_token_ids = [[[token] for token in row] for row in group.tokens]
+        group.distill_logprobs = [[[-9.0]] * len(row) for row in group.tokens]
+    learner = make_learner(tiny_model, distill="forward_kl")
+    batch = prepare(tiny_model, raw, distill="forward_kl")
+    metrics = [learner.train(batch).metrics for _ in range(2)]
+    assert [each["train/loss_distill"] for each in metrics] == [0.0, 0.0]
+    assert sum("--env.teacher_top_k 8" in record.message for record in caplog.records) == 1
+
+
 def test_a_reference_that_differs_in_frozen_layers_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     """Only trained layers are exchanged for the reference's, so the rest has to be the same."""
     options = PolicyOptions(model_name=str(tiny_model), dtype="float32", device="cpu", train_layer_indices="0")

@@ -111,6 +111,27 @@ def is_running(pid):
         ("12", "12 km/h"),
         ("12", "12 cm^2"),
         ("C", "C."),
+        ("C", "**C**"),
+        ("true", r"\text{True}"),
+        ("A beats B", "A beats B."),
+        ("June 20", r"\text{June 20}"),
+        (r"3\text{ p.m.}", r"3 \text{ PM}"),
+        ("at least 5", "at least 5"),
+        ("6", "x = 2(3) = 6"),
+        ("10", "(5)(2)"),
+        ("3", r"\log_2(8)"),
+        ("32", "2⁵"),
+        ("0.0015", "1.5·10⁻³"),
+        ("12", "12 m²"),
+        ("0.05", r"5\text{ percent}"),
+        (r"\frac{1}{2}", r"P(\text{even}) = \frac{1}{2}"),
+        ("5", r"\text{Area} = 5\text{ cm}^2"),
+        ("5", r"5 \text{ kg}\cdot\text{m}^2/\text{s}^2"),
+        (r"5\text{ feet }6\text{ inches}", r"5\text{ feet } 6 \text{ inches}"),
+        (r"\frac{P_{\text{in}}}{P_{\text{out}}}", r"P_{\text{in}}/P_{\text{out}}"),
+        ("2e^{-x}", r"2\mathrm{e}^{-x}"),
+        ("3+4i", r"3+4\mathrm{i}"),
+        ("k_B T", r"k_{\mathrm{B}} T"),
     ],
 )
 def test_other_ways_of_writing_the_same_are_correct(verifier, gold, answer):
@@ -156,9 +177,42 @@ def test_other_ways_of_writing_the_same_are_correct(verifier, gold, answer):
         ("1", "3 1/3"),
         ("0.3", r"0.\overline{3}"),
         ("12", "12 m^2"),
+        ("5", "2(3)"),
+        ("7/2", r"3\left(\frac{1}{2}\right)"),
+        ("10", "10³"),
+        ("5", r"5\text{ percent}"),
+        ("5", r"5\text{ dollars and }50\text{ cents}"),
+        (r"5\text{ feet }6\text{ inches}", "5"),
+        (r"1\text{ hour and }30\text{ minutes}", r"2\text{ hours and }15\text{ minutes}"),
+        ("5", r"5 \text{ for } x > 0, 6 \text{ otherwise}"),
+        ("2", r"5\text{ when }x=2"),
+        ("2", r"2\mathrm{e}^{-x}"),
+        (r"v_{\text{max}}", r"v_{\text{min}}"),
+        (r"\frac{P_{\text{in}}}{P_{\text{out}}}", r"\frac{P_{\text{out}}}{P_{\text{in}}}"),
+        (r"10^{\text{th}}", r"10^{\text{rd}}"),
     ],
 )
 def test_other_values_and_lists_of_guesses_are_wrong(verifier, gold, answer):
+    assert verifier.judge(gold, answer).outcome is Outcome.WRONG
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("ACB", "ABC"),
+        (r"\text{HTH}", "THH"),
+        ("A beats B", "B beats A"),
+        (r"\text{June 20}", r"\text{July 20}"),
+        (r"3\text{ p.m.}", r"3\text{ a.m.}"),
+        ("5", r"5\text{ or more}"),
+        ("5", "at least $5$"),
+        ("5", "multiples of 5"),
+        ("5", r"5\text{ dozen}"),
+        ("5", "5 sixths"),
+        ("0", r"\text{all real numbers except } 0"),
+    ],
+)
+def test_the_words_of_an_answer_count_as_well_as_its_numbers(verifier, gold, answer):
     assert verifier.judge(gold, answer).outcome is Outcome.WRONG
 
 

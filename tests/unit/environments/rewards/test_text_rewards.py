@@ -93,7 +93,8 @@ def test_the_last_number_is_the_one_that_ends_last():
         (r"\boxed{1} and \boxed{2", "1"),
         (r"\boxed 5", "5"),
         (r"\boxed7", "7"),
-        (r"\fbox{9}", None),
+        (r"so the answer is $\fbox{9}$", "9"),
+        (r"\boxed{5}, not \fbox{9}", "5"),
         (r"\fboxed{9}", "9"),
         ("}}}}", None),
         ("", None),
@@ -121,6 +122,9 @@ def test_gsm8k_scores_right_marked_and_unmarked_answers():
     assert reward.score("#### $1,000.00 in total", "it is 1000\n#### 1,000").correct
     assert reward.score(r"#### \boxed{7}", 7).correct
     assert reward.score("#### 4\n#### 5", "4").correct is False
+    assert reward.score("#### 5 + 3 = 8", "8").correct
+    assert reward.score(r"\boxed{2 \times 9 = 18}", "2").correct is False
+    assert reward.score("#### 8 =", "8").correct
     assert reward.score("", "4").score == 0.0
     assert reward.range == (0.0, 1.0)
 

@@ -49,6 +49,12 @@ def test_a_seed_gives_the_same_stream_and_another_seed_another(task):
         ("####47", None),
         ("", None),
         ("#### " + "9" * 5000, None),
+        ("#### 1,080", 1080),
+        ("#### 47.", 47),
+        ("#### 47.00", 47),
+        ("#### 47.5", None),
+        ("#### 47/2", None),
+        ("#### 47\n#### 47.5", None),
     ],
 )
 def test_the_last_marked_number_is_the_answer(text, answer):

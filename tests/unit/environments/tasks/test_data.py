@@ -214,6 +214,13 @@ def test_an_arithmetic_answer_is_a_number_alone_or_after_the_mark() -> None:
         as_word_problems([Question("a", "many")])
 
 
+def test_a_reference_with_thousands_as_gsm8k_writes_them_is_the_whole_number():
+    read = as_word_problems([Question("a", "800 + 280 = 1,080\n#### 1,080"), Question("b", "1,080")])
+    assert [problem.answer for problem in read] == [1080, 1080]
+    with pytest.raises(DataUnusable, match="holds no whole number"):
+        as_word_problems([Question("a", "half of 5\n#### 2.5")])
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
 def test_characters_that_end_a_line_elsewhere_and_a_byte_order_mark_do_not_cut_a_record(
     tmp_path: Path, suffix: str
