@@ -331,7 +331,8 @@ class _Builder:
         named = self.settings.trainer.vllm_config_path
         if named != "auto" and self.settings.trainer.shares_memory:
             return Path(named).absolute()
-        return Path(os.environ.get("LOGDIR") or self.run.bridge).absolute() / MANIFEST_NAME
+        # Not in $LOGDIR, which another launch may have as well: each trainer would take the newest server for its own.
+        return self.run.bridge.absolute() / MANIFEST_NAME
 
     @property
     def _base(self) -> str:

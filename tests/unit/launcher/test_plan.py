@@ -201,6 +201,18 @@ def test_all_programs_agree_on_addresses_and_model(tmp_path: Path) -> None:
     assert child.environment["LOGDIR"] == str(tmp_path / "run/bridge")
 
 
+def test_launches_that_inherit_one_logdir_have_manifests_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer attached to whichever server had written its manifest last, and wrote the other run's weights."""
+    monkeypatch.setenv("LOGDIR", str(tmp_path / "logs"))
+    made = [plan(tmp_path / name, *OWN_ENVIRONMENT) for name in ("one", "two")]
+    read = [each.settings_of("trainer")["trainer"]["vllm_config_path"] for each in made]
+    written = [spec.environment["LOGDIR"] for each in made if (spec := each.child("vllm")) is not None]
+    assert read == [str(Path(folder) / "vllm_bridge_config.json") for folder in written]
+    assert len(set(read)) == 2
+
+
 @pytest.mark.parametrize(
     ("host", "reached"),
     [("127.0.0.2", "127.0.0.2"), ("0.0.0.0", "127.0.0.1"), ("localhost", "127.0.0.1")],
