@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -108,11 +108,21 @@ def find_manifest(flag: str | None, environ: Mapping[str, str], server_url: str 
         places.append(named or place)
     places.append(str(Path.cwd() / MANIFEST_NAME))
     for found in places:
-        if Path(found).is_file():
+        if _is_there(found):
             return Path(found)
     if place and not named:
         places[places.index(place)] = f"{place} (no answer with a manifest)"
     raise ManifestMissing(_missing(places))
+
+
+def _is_there(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except PermissionError:
+        raise ManifestUnsafe(
+            f"{path} is in a directory that you may not read, so the server is another user's; start one of your own, "
+            "and give both it and the trainer another port (--port, --vllm-port)"
+        ) from None
 
 
 def process_start_time(pid: int) -> float | None:
@@ -145,9 +155,10 @@ def _query_server(server_url: str | None) -> tuple[str | None, str | None]:
     without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as in all other calls to a server
     try:
         with without_proxy.open(address, timeout=5) as answer:
-            named = json.load(answer).get("manifest_path")
-    except (OSError, ValueError, urllib.error.URLError):
+            told = json.load(answer)
+    except (OSError, ValueError, HTTPException):  # no answer, or that of a program which is no server of ours
         return None, address
+    named = told.get("manifest_path") if isinstance(told, dict) else None
     return (str(named) if named else None), address
 
 
