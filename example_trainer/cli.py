@@ -31,7 +31,7 @@ from atropos_api.common.secrets import TokenSource, public_settings
 from atropos_api.common.tracing import open_tracing
 from example_trainer.config import TrainingConfig, settings_from
 from example_trainer.launcher.base_model import refuse_missing_layers, require_model
-from example_trainer.launcher.run_dir import provenance, require_writable, write_json
+from example_trainer.launcher.run_dir import provenance, reporting_flag, require_writable, write_json
 from example_trainer.launcher.run_file import trainer_settings
 from example_trainer.launcher.run_file_sections import read_sections
 from example_trainer.launcher.run_lock import locked, started_by_launcher
@@ -336,7 +336,8 @@ def record_config(config: TrainingConfig) -> None:
     path = config.required_run_dir / "config.json"
     if path.exists():
         return
-    write_json(path, {"trainer": public_settings(config), **provenance()})
+    with reporting_flag(config.required_run_dir, "--run-dir"):
+        write_json(path, {"trainer": public_settings(config), **provenance()})
 
 
 PATIENCE_SECONDS = 20.0
