@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from atropos_api.common.files import read_json_object, write_private
+from atropos_api.common.secrets import TokenSource
 from example_trainer.errors import TrainerError
 from example_trainer.weight_protocol.shm_header import ParamMapping, Storage, TensorMap
 
@@ -170,6 +171,18 @@ def _missing(places: list[str]) -> str:
 
 
 TOKEN_NAME = "vllm_bridge_token"  # noqa: S105  a file's name
+TOKEN_VARIABLE = "ATROPOS_BRIDGE_TOKEN"  # noqa: S105  a variable's name
+
+
+def given_token(token: str | None, environ: Mapping[str, str]) -> str | None:
+    """Return the bridge token that is given, or else that of the environment; None if there is neither.
+
+    Raises `TokenUnreadable` for one that no HTTP header can carry: a secret that was made from a file often ends with a
+    line break, and the server that is called with it seems not to answer.
+    """
+    if token:
+        return TokenSource(token, flag="--bridge-token-file").value
+    return TokenSource(environ.get(TOKEN_VARIABLE) or None, flag=f"${TOKEN_VARIABLE}-file").value
 
 
 def write_token(directory: Path, token: str, *, port: int) -> Path:
