@@ -94,7 +94,10 @@ def load_manifest(path: Path) -> BridgeManifest:
 
 
 def find_manifest(flag: str | None, environ: Mapping[str, str], server_url: str | None) -> Path:
-    """Return the manifest's path: from the flag unless `auto`, else `$LOGDIR`, the server or the current directory."""
+    """Return the manifest's path: from the flag unless `auto`, else `$LOGDIR`, the server or the current directory.
+
+    Of several, one that the server at this address wrote comes before what a killed one, or another, has left.
+    """
     if flag and flag != "auto":
         given = Path(flag)
         candidate = given / MANIFEST_NAME if given.is_dir() else given
@@ -108,9 +111,9 @@ def find_manifest(flag: str | None, environ: Mapping[str, str], server_url: str 
     if place:
         places.append(named or place)
     places.append(str(Path.cwd() / MANIFEST_NAME))
-    for found in places:
-        if _is_there(found):
-            return Path(found)
+    found = [Path(each) for each in places if _is_there(each)]
+    if found:
+        return next((path for path in found if len(found) > 1 and _is_of(path, server_url)), found[0])
     if place and not named:
         places[places.index(place)] = f"{place} (no answer with a manifest)"
     raise ManifestMissing(_missing(places))
@@ -124,6 +127,13 @@ def _is_there(path: str) -> bool:
             f"{path} is in a directory that you may not read, so the server is another user's; start one of your own, "
             "and give both it and the trainer another port (--port, --vllm-port)"
         ) from None
+
+
+def _is_of(path: Path, server_url: str | None) -> bool:
+    try:
+        return urlsplit(load_manifest(path).url).port == urlsplit(server_url or "").port
+    except (ManifestMissing, ManifestStale):
+        return False
 
 
 def process_start_time(pid: int) -> float | None:

@@ -114,6 +114,17 @@ def test_the_order_is_flag_logdir_server_here(tmp_path, monkeypatch):
         assert find_manifest(None, {}, None) == places["here"]
 
 
+@pytest.mark.parametrize("left", [{"pid_start_time": 1.0}, {"url": "http://127.0.0.1:2"}])
+def test_a_manifest_that_another_server_left_in_logdir_hides_no_running_one(tmp_path, monkeypatch, left):
+    """The trainer waited ten minutes for the server, and was told to start it again."""
+    monkeypatch.chdir("/")
+    write_manifest(manifest(**left), tmp_path / "logs")
+    said = {}
+    with server_saying(said) as url:
+        said["manifest_path"] = str(write_manifest(manifest(url=url), tmp_path / "server"))
+        assert find_manifest("auto", {"LOGDIR": str(tmp_path / "logs")}, url) == Path(said["manifest_path"])
+
+
 def test_a_server_on_this_host_is_not_asked_through_a_proxy(tmp_path, monkeypatch):
     """No other call to a server uses one; through it the manifest was not found, and the trainer waited in vain."""
     path = write_manifest(manifest(), tmp_path)
