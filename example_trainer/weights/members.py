@@ -142,11 +142,11 @@ class RegisteredMembers:
             self._connect(row)
         asked = [member for lease_id, member in self._known.items() if self._is_due(lease_id)]
         for member, info in self._calls.each(asked, look).items():
-            row = rows.get(member.lease_id)
+            listed = rows.get(member.lease_id)
             if isinstance(info, TrainerError):
                 self.lose(member, info)
-            elif row is not None and info.boot_id != row.boot_id:  # its address has another server, maybe another run's
-                self.lose(member, _replaced(row))
+            elif listed is not None and info.boot_id != listed.boot_id:  # another server has its address
+                self.lose(member, _replaced(listed))
             else:
                 member.info = info
         return [member for lease_id, member in self._known.items() if self._is_due(lease_id)]
