@@ -241,6 +241,10 @@ class ServerConfig(BaseModel):
     def token(self, environ: Mapping[str, str]) -> str | None:
         return given_token(self.bridge_token, environ)
 
+    def stores_token(self, environ: Mapping[str, str]) -> bool:
+        """Return True if this user's trainers find the token in a file: one that is given is for those of one run."""
+        return self.token(environ) is None and (self.enable_lora or self.awaits_policy(environ))
+
     def broker_source(self, environ: Mapping[str, str]) -> TokenSource:
         """Return the token that the broker asks for."""
         return TokenSource.settle(self.broker_token, self.broker_token_file, environ, flag="--broker-token-file")
