@@ -24,6 +24,7 @@ from example_trainer.launcher.plan import Plan, make_plan
 from example_trainer.launcher.run_dir import plan_run_dir
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.processes.ports import PortTaken
+from example_trainer.serving.config import ServerConfig
 from example_trainer.testing import make_tiny_model
 from example_trainer.weight_protocol.base_record import BASE_DIRECTORY, BaseRecord
 
@@ -139,6 +140,16 @@ def test_the_final_evaluation_is_served_the_last_checkpoint_where_the_trainers_s
     assert settings["served_model_name"] == ["some/model"]
     assert f":{settings['port']}/v1" in made.settings_of("environment")["openai"]["base_url"]
     assert plan(tmp_path, *OWN_ENVIRONMENT).final_server is None
+
+
+@pytest.mark.parametrize("mode", ["none", "lora_restart"])
+def test_the_server_of_the_final_evaluation_shares_no_weights_whatever_variables_it_inherits(
+    tmp_path: Path, mode: str
+) -> None:
+    """With VLLM_ENABLE_SHARED_WEIGHTS=1 it refused to start, and a run that had been trained to its end failed."""
+    settings = plan(tmp_path, *OWN_ENVIRONMENT, "--weight-bridge-mode", mode).settings_of("vllm-final")["vllm"]
+    inherited = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "NUM_INFERENCE_NODES": "0"}
+    assert not ServerConfig.model_validate(settings).shares(inherited)
 
 
 def test_an_adapter_run_ends_on_the_models_own_weights_with_the_last_adapter(tmp_path: Path) -> None:
