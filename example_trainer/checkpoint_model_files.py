@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -256,12 +257,18 @@ def _copy_tokenizer(policy: Policy, directory: Path) -> None:
             if (source / file).exists():
                 shutil.copyfile(source / file, directory / file)
     else:
-        from transformers import AutoTokenizer
-
-        AutoTokenizer.from_pretrained(name).save_pretrained(directory)
+        _hub_tokenizer(name).save_pretrained(directory)
     copy_generation_file(name, directory)
     if policy.chat_template is not None:  # transformers prefers this file to a template in tokenizer_config.json
         (directory / CHAT_TEMPLATE_FILE).write_text(policy.chat_template, encoding="utf-8")
+
+
+@cache
+def _hub_tokenizer(name: str) -> Any:
+    """Return the tokenizer of a model on the hub, which is asked once: no later checkpoint needs it to answer."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)
 
 
 def copy_generation_file(model_name: str, directory: Path) -> None:

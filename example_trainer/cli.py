@@ -31,7 +31,7 @@ from atropos_api.common.secrets import TokenSource, public_settings
 from atropos_api.common.tracing import open_tracing
 from example_trainer.config import TrainingConfig, settings_from
 from example_trainer.launcher.base_model import refuse_missing_layers, require_model
-from example_trainer.launcher.run_dir import provenance, require_writable, write_json
+from example_trainer.launcher.run_dir import provenance, reporting_flag, require_writable, write_json
 from example_trainer.launcher.run_file import trainer_settings
 from example_trainer.launcher.run_file_sections import read_sections
 from example_trainer.launcher.run_lock import locked, started_by_launcher
@@ -75,9 +75,10 @@ class TrainerCommand(TrainingConfig):
 
 
 class StopFlag:
-    """A flag that SIGTERM or SIGINT sets during training: the run then stops in order, with a checkpoint.
+    """A flag that SIGTERM, SIGINT or SIGHUP sets during training: the run then stops in order, with a checkpoint.
 
-    Before training starts a signal exits at once, after cleaning up. A second signal has its default effect.
+    Before training starts a signal exits at once, after cleaning up. A second signal has its default effect, except
+    after SIGHUP: a terminal that is closed may send others as well.
     """
 
     def __init__(self) -> None:
@@ -90,7 +91,10 @@ class StopFlag:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        """Handle the signals in the block; a SIGHUP that is ignored stays so, since `nohup` asks for that."""
+        outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        numbers = [signal.SIGTERM, signal.SIGINT, *([] if outlives_terminal else [signal.SIGHUP])]
+        before = {number: signal.signal(number, self._handle) for number in numbers}
         try:
             yield
         finally:
@@ -102,6 +106,8 @@ class StopFlag:
             raise SystemExit(128 + number)
         self.signal_number = number
         self._event.set()
+        if number == signal.SIGHUP:
+            return
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -336,7 +342,8 @@ def record_config(config: TrainingConfig) -> None:
     path = config.required_run_dir / "config.json"
     if path.exists():
         return
-    write_json(path, {"trainer": public_settings(config), **provenance()})
+    with reporting_flag(config.required_run_dir, "--run-dir"):
+        write_json(path, {"trainer": public_settings(config), **provenance()})
 
 
 PATIENCE_SECONDS = 20.0

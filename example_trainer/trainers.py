@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atropos_api.common import metric_names as names
+from atropos_api.common.errors import AtroposError
 from atropos_api.common.tracing import NO_TRACING, Span, Tracing, running
 from atropos_api.wire import Batch, RunRequest
 from example_trainer.api import BatchFeed, BrokerSession, batch_path, write_batch
@@ -104,6 +105,9 @@ class Trainer:
         try:
             finished = self._train()
             self._post_step.finish(finished)
+        except AtroposError as error:
+            self._post_step.keep_steps(error)
+            raise
         finally:
             self._tracker.close()
         return finished

@@ -322,7 +322,8 @@ class VllmManager:
     def _poll_ready(self, server: ServerProcess, version: int | None) -> ServerInfo:
         _poll_loaded(server)  # no request before that: while no server accepts, it blocks until its timeout
         try:
-            with contextlib.closing(ServerClient(self.url)) as client:
+            # With the token: a server with $VLLM_API_KEY shows its state to no other caller.
+            with contextlib.closing(ServerClient(self.url, self.token)) as client:
                 if not client.healthy():
                     raise NotYet("no answer to /health")
                 info = client.info()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -161,7 +163,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def run_cli(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run a command with the process's arguments; an `AtroposError` becomes one line on stderr and exit code 2.
+    """Run a command with the process's arguments; an `AtroposError`, or a path that cannot be used, becomes one line on
+    stderr and exit code 2.
 
     `--version` is answered here, so that every command and subcommand has it.
     """
@@ -177,13 +180,23 @@ def run_cli(main: Callable[[list[str]], int]) -> NoReturn:
     except KeyboardInterrupt:
         code = 130
     except OSError as error:
-        lost = lost_output(error)
-        if lost is None:
-            raise
-        code = lost.exit_code
-        if lost.line:
-            sys.stderr.write(f"{program_name()}: error: {lost.line}\n")
+        code, line = _end_with(error)
+        if line:
+            sys.stderr.write(f"{program_name()}: error: {line}\n")
     sys.exit(code)
+
+
+_LASTING = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG})
+"""Errors of a path that is not this user's, or can be nobody's: they do not pass."""
+
+
+def _end_with(error: OSError) -> tuple[int, str]:
+    """Return exit code and line for an output or a path that cannot be used; raise any other error."""
+    if (lost := lost_output(error)) is not None:
+        return lost.exit_code, lost.line
+    if error.errno not in _LASTING or error.filename is None:
+        raise error
+    return 2, redact_text(f"{error.filename}: {error.strerror}; name a path that user {os.getuid()} can use")
 
 
 def conceal_arguments(secret_flags: Iterable[str] = ()) -> None:

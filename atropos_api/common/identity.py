@@ -58,7 +58,9 @@ def fingerprint(vocabulary: Mapping[str, int]) -> str:
 
 
 _SCHEMES: Final = ("http://", "https://")
-_NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
+_LABEL: Final = "[A-Za-z0-9_-]{1,63}"
+_NAME: Final = re.compile(rf"(?!-){_LABEL}(\.{_LABEL})*(?<!-)\.?")
+"""A host's name; one with an empty label, or with a longer one, is an error of Python's lookup, not an unknown host."""
 
 
 def require_address(url: str) -> str:

@@ -23,6 +23,7 @@ from example_trainer.launcher.teacher import TEACHER_SERVER, own_teacher
 from example_trainer.memory.fit import ServerShares, with_changes
 from example_trainer.memory.preflight import is_given, preflight, serves_on, trainer_gpu
 from example_trainer.processes.ports import LOOPBACK, as_port, free_port, free_ports, require_free
+from example_trainer.weight_protocol.manifest import given_token
 
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - for servers on nodes of a cluster; the broker lists the one it is called from
 
@@ -236,7 +237,7 @@ def bridge_token(settings: RunSettings) -> str:
     one.
     """
     given = settings.trainer.bridge_token or settings.section("vllm").get("bridge_token")
-    return str(given or os.environ.get("ATROPOS_BRIDGE_TOKEN") or secrets.token_hex(16))
+    return given_token(None if given is None else str(given), os.environ) or secrets.token_hex(16)
 
 
 def differing(whole: Mapping[str, Any], public: Mapping[str, Any]) -> dict[str, Any]:

@@ -229,7 +229,7 @@ class _Builder:
         config = self.settings.trainer
         checkpoint = (config.save_path or self.run.root).absolute() / LATEST_CHECKPOINT
         own: dict[str, Any] = {"model": str(checkpoint), "port": self.endpoints.vllm_ports[0]}
-        own["served_model_name"] = [self.model]
+        own |= {"served_model_name": [self.model], "share_weights": False}  # whatever the environment says
         if config.trains_adapter:
             own |= {"model": self._base, "adapter": str(checkpoint)}
         # The trainer's settings have those of the section already.
@@ -331,7 +331,7 @@ class _Builder:
         named = self.settings.trainer.vllm_config_path
         if named != "auto" and self.settings.trainer.shares_memory:
             return Path(named).absolute()
-        return Path(os.environ.get("LOGDIR") or self.run.bridge).absolute() / MANIFEST_NAME
+        return self.run.bridge.absolute() / MANIFEST_NAME  # not in $LOGDIR, which another launch may have as well
 
     @property
     def _base(self) -> str:

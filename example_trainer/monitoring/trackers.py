@@ -314,7 +314,7 @@ class MetricsTail:
                 self._note_replacement(os.fstat(handle.fileno()).st_ino)
                 handle.seek(self._offset)
                 grown = handle.read()
-        except FileNotFoundError:
+        except OSError:  # there is none yet, or it was replaced just now on another host (ESTALE on NFS)
             return []
         complete, newline, _ = grown.rpartition(b"\n")
         self._offset += len(complete) + len(newline)

@@ -30,7 +30,7 @@ LAST_PORT = 65535
 
 
 class PortTaken(TrainerError):
-    """A port that the user asked for is held by another process."""
+    """A port that the user asked for is held by another process, or is not for this user."""
 
 
 class NoPort(TrainerError):
@@ -62,7 +62,9 @@ def require_free(port: int, *, flag: str, host: str = LOOPBACK, held: contextlib
         try:
             _bind(bound, host, port)
         except OSError as error:
-            raise PortTaken(f"port {port} is taken{_by(port)} ({error.strerror}); choose another with {flag}") from None
+            # One below 1024 is free and yet not for every user.
+            what = f"is taken{_by(port)}" if error.errno == errno.EADDRINUSE else "cannot be used"
+            raise PortTaken(f"port {port} {what} ({error.strerror}); choose another with {flag}") from None
         if held is not None:
             held.push(bound.pop_all())
     return port

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from example_trainer.processes.cleanup import SHARED_MEMORY
 
-# vLLM appends 37 characters for a socket, whose whole path the kernel limits to 107.
-_LONGEST = 70
+# vLLM appends 37 bytes for a socket, whose whole path the kernel limits to 107.
+_LONGEST_BYTES = 70
 _SERVER_PREFIX = "atropos-vllm-"
 _MEETING_FILES = "vllm_dist_*"
 _JUST_MADE_SECONDS = 60.0
@@ -31,7 +31,7 @@ _JUST_MADE_SECONDS = 60.0
 def name_scratch(name: str) -> Path:
     """Return the path of a temporary directory `name`, which is not made yet."""
     scratch = Path(tempfile.gettempdir(), name)
-    return scratch if len(str(scratch)) <= _LONGEST else Path("/tmp", name)  # noqa: S108 - the name is random
+    return scratch if len(os.fsencode(scratch)) <= _LONGEST_BYTES else Path("/tmp", name)  # noqa: S108 - the name is random
 
 
 def make_scratch(scratch: Path) -> None:

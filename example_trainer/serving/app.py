@@ -272,7 +272,7 @@ class ServerRun:
         if manifest is not None:
             state.manifest_path = write_manifest(manifest, self._config.manifest_directory(os.environ))
             logger.info("weights are shared; trainers find them through %s", state.manifest_path)
-        elif self._config.enable_lora or self._config.awaits_policy(os.environ):
+        elif self._config.stores_token(os.environ):
             state.token_path = write_token(self._config.manifest_directory(os.environ), token, port=self._config.port)
             self._token = token
         app.state.atropos = state

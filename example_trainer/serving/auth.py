@@ -111,8 +111,8 @@ def require_token(request: Request, state: State) -> None:
     refuse_foreign_page(dict(headers))
     if not holds_token(request, state):
         detail = (
-            "changing weights needs 'Authorization: Bearer <bridge token>': "
-            "bridge_token in the manifest, or the value of --bridge-token"
+            "changing weights needs 'Authorization: Bearer <bridge token>': bridge_token in the manifest, or the value "
+            "of --bridge-token; if the server is another run's, name another port (--vllm-port)"
         )
         raise Problem(401, "token-needed", detail)
 

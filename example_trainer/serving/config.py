@@ -25,6 +25,7 @@ from atropos_api.common.secrets import SECRET, TokenSource
 from atropos_api.wire.servers import ServerMode
 from example_trainer.options.vllm_settings import as_arguments
 from example_trainer.processes.gpus import DEVICES, serves_from_gpu
+from example_trainer.weight_protocol.manifest import given_token
 
 PLUGIN = "atropos_die_with_parent"
 """Name of the plugin that vLLM's processes need, as `pyproject.toml` declares it."""
@@ -238,7 +239,11 @@ class ServerConfig(BaseModel):
         return self.bridge_dir or Path(environ.get("LOGDIR") or ".").resolve()
 
     def token(self, environ: Mapping[str, str]) -> str | None:
-        return self.bridge_token or environ.get("ATROPOS_BRIDGE_TOKEN") or None
+        return given_token(self.bridge_token, environ)
+
+    def stores_token(self, environ: Mapping[str, str]) -> bool:
+        """Return True if this user's trainers find the token in a file: one that is given is for those of one run."""
+        return self.token(environ) is None and (self.enable_lora or self.awaits_policy(environ))
 
     def broker_source(self, environ: Mapping[str, str]) -> TokenSource:
         """Return the token that the broker asks for."""

@@ -35,7 +35,8 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 
 
 def check_start(config: ServerConfig, environ: Mapping[str, str], *, on_gpu: bool) -> None:
-    """Refuse options that cannot work; raise `CannotServe`."""
+    """Refuse options that cannot work; raise `CannotServe`, or `TokenUnreadable`."""
+    config.token(environ)
     if not config.await_model:
         check_model(config.model)
     check_vllm_version()

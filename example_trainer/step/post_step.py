@@ -12,15 +12,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from atropos_api.client import BrokerRefused, BrokerUnreachable
+from atropos_api.common.errors import AtroposError
 from atropos_api.common.secrets import public_settings
 from atropos_api.common.tracing import Span, current_span
 from example_trainer.api import BackgroundCall, BrokerSession
 from example_trainer.checkpointing import note_begun, remembered
-from example_trainer.errors import WaitStopped
+from example_trainer.errors import BadBatch, BatchTimeout, CheckpointError, MissingLogprobs, WaitStopped
 from example_trainer.modeling.side_streams import SideStream
 from example_trainer.state import ObjectiveState, Phases, Progress, RandomState, TrainerState, random_state
 from example_trainer.step.save import save_from_all_ranks
@@ -122,6 +124,23 @@ class PostStep:
             return False
         logger.info("a server has no policy; publishing again")
         return True
+
+    def keep_steps(self, error: AtroposError) -> None:
+        """Write a checkpoint of the last step if the run ends with an error that came in place of a batch.
+
+        Nothing is committed: the broker may be gone. A disk that is full hides no other error.
+        """
+        if not _ends_batches(error):
+            return
+        with suppress(AtroposError):
+            self.join()  # a publish reads the weights
+        step = self._progress.step
+        if not step or self._progress.checkpointed == step or self._learner.ranks.world_size > 1:
+            return  # of several ranks the others have ended, and each has a part
+        try:
+            self._save(self._state(), self._random or random_state(), self._learner.objective.state())
+        except CheckpointError as refused:
+            logger.warning("the steps since the last checkpoint are lost: %s", refused)
 
     def finish(self, finished: bool) -> None:
         """Write and commit a last checkpoint, also if the run was stopped; only a finished run ends at the broker.
@@ -253,3 +272,14 @@ class PostStep:
 def _within(context: AbstractContextManager[None], work: Callable[[], None]) -> None:
     with context:
         work()
+
+
+def _ends_batches(error: AtroposError) -> bool:
+    """Return True for an error that comes in place of a batch, between two changes of the weights.
+
+    The batches since the last checkpoint may be gone with their broker; with --checkpoint-interval 0 those of all steps
+    are. A broker that has lost its store does not know the run.
+    """
+    if isinstance(error, BrokerRefused):
+        return error.kind == "unknown-run"
+    return isinstance(error, BadBatch | BatchTimeout | BrokerUnreachable | MissingLogprobs)

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 import os
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from atropos_api.common.files import read_json_object, write_private
+from atropos_api.common.secrets import TokenSource
 from example_trainer.errors import TrainerError
 from example_trainer.weight_protocol.shm_header import ParamMapping, Storage, TensorMap
 
@@ -93,7 +94,10 @@ def load_manifest(path: Path) -> BridgeManifest:
 
 
 def find_manifest(flag: str | None, environ: Mapping[str, str], server_url: str | None) -> Path:
-    """Return the manifest's path: from the flag unless `auto`, else `$LOGDIR`, the server or the current directory."""
+    """Return the manifest's path: from the flag unless `auto`, else `$LOGDIR`, the server or the current directory.
+
+    Of several, one that the server at this address wrote comes before what a killed one, or another, has left.
+    """
     if flag and flag != "auto":
         given = Path(flag)
         candidate = given / MANIFEST_NAME if given.is_dir() else given
@@ -107,12 +111,29 @@ def find_manifest(flag: str | None, environ: Mapping[str, str], server_url: str 
     if place:
         places.append(named or place)
     places.append(str(Path.cwd() / MANIFEST_NAME))
-    for found in places:
-        if Path(found).is_file():
-            return Path(found)
+    found = [Path(each) for each in places if _is_there(each)]
+    if found:
+        return next((path for path in found if len(found) > 1 and _is_of(path, server_url)), found[0])
     if place and not named:
         places[places.index(place)] = f"{place} (no answer with a manifest)"
     raise ManifestMissing(_missing(places))
+
+
+def _is_there(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except PermissionError:
+        raise ManifestUnsafe(
+            f"{path} is in a directory that you may not read, so the server is another user's; start one of your own, "
+            "and give both it and the trainer another port (--port, --vllm-port)"
+        ) from None
+
+
+def _is_of(path: Path, server_url: str | None) -> bool:
+    try:
+        return urlsplit(load_manifest(path).url).port == urlsplit(server_url or "").port
+    except (ManifestMissing, ManifestStale):
+        return False
 
 
 def process_start_time(pid: int) -> float | None:
@@ -145,9 +166,10 @@ def _query_server(server_url: str | None) -> tuple[str | None, str | None]:
     without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as in all other calls to a server
     try:
         with without_proxy.open(address, timeout=5) as answer:
-            named = json.load(answer).get("manifest_path")
-    except (OSError, ValueError, urllib.error.URLError):
+            told = json.load(answer)
+    except (OSError, ValueError, HTTPException):  # no answer, or that of a program which is no server of ours
         return None, address
+    named = told.get("manifest_path") if isinstance(told, dict) else None
     return (str(named) if named else None), address
 
 
@@ -159,6 +181,18 @@ def _missing(places: list[str]) -> str:
 
 
 TOKEN_NAME = "vllm_bridge_token"  # noqa: S105  a file's name
+TOKEN_VARIABLE = "ATROPOS_BRIDGE_TOKEN"  # noqa: S105  a variable's name
+
+
+def given_token(token: str | None, environ: Mapping[str, str]) -> str | None:
+    """Return the bridge token that is given, or else that of the environment; None if there is neither.
+
+    Raises `TokenUnreadable` for one that no HTTP header can carry: a secret that was made from a file often ends with a
+    line break, and the server that is called with it seems not to answer.
+    """
+    if token:
+        return TokenSource(token, flag="--bridge-token-file").value
+    return TokenSource(environ.get(TOKEN_VARIABLE) or None, flag=f"${TOKEN_VARIABLE}-file").value
 
 
 def write_token(directory: Path, token: str, *, port: int) -> Path:

@@ -27,7 +27,7 @@ from atropos_api.common.identity import is_this_host, split_address
 from example_trainer.api import BackgroundCall
 from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable, TrainerError
 from example_trainer.options.training_options import TrainingOptions
-from example_trainer.processes.ports import LOOPBACK, free_port
+from example_trainer.processes.ports import LOOPBACK, as_port, free_port
 from example_trainer.weight_protocol.broadcast_group import (
     TIMEOUT_SECONDS,
     BroadcastGroup,
@@ -276,7 +276,8 @@ def trainer_address(world_size: int, environ: Mapping[str, str]) -> tuple[str, i
     """
     port_is_taken = world_size > 1 or "TORCHELASTIC_RUN_ID" in environ
     port = None if port_is_taken else environ.get("MASTER_PORT")
-    return environ.get("MASTER_ADDR", LOOPBACK), int(port) if port else None
+    # Kubernetes sets MASTER_PORT to an address where a service has the name "master".
+    return environ.get("MASTER_ADDR", LOOPBACK), as_port(port, "$MASTER_PORT") if port else None
 
 
 def port_at(address: str, held: ExitStack) -> int:

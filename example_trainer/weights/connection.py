@@ -16,7 +16,7 @@ from example_trainer.errors import ServerRefused, ServerUnavailable, WrongDtype
 from example_trainer.modeling.loading import name_of
 from example_trainer.modeling.policy import Policy
 from example_trainer.weight_protocol.client import NotYet, ServerClient, ServerInfo, ShouldStop, never, wait_for
-from example_trainer.weight_protocol.manifest import read_token
+from example_trainer.weight_protocol.manifest import given_token, read_token
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def until_it_answers(ask: Callable[[], T], url: str, *, timeout_seconds: float, 
 
 def named_token(token: str | None) -> str | None:
     """Return the bridge token that is given, or else that of the environment."""
-    return token or os.environ.get("ATROPOS_BRIDGE_TOKEN")
+    return given_token(token, os.environ)
 
 
 def connect_server(url: str, token: str | None) -> tuple[ServerClient, ServerInfo]:

@@ -142,8 +142,11 @@ class RegisteredMembers:
             self._connect(row)
         asked = [member for lease_id, member in self._known.items() if self._is_due(lease_id)]
         for member, info in self._calls.each(asked, look).items():
+            listed = rows.get(member.lease_id)
             if isinstance(info, TrainerError):
                 self.lose(member, info)
+            elif listed is not None and info.boot_id != listed.boot_id:  # another server has its address
+                self.lose(member, _replaced(listed))
             else:
                 member.info = info
         return [member for lease_id, member in self._known.items() if self._is_due(lease_id)]
@@ -219,8 +222,12 @@ class RegisteredMembers:
 def _registered_info(client: ServerClient, row: InferenceServer) -> ServerInfo:
     info = client.info(timeout_seconds=QUICK_SECONDS)
     if info.boot_id != row.boot_id:
-        raise ServerUnavailable(f"another server than the registered one answers at {row.url}")
+        raise _replaced(row)
     return info
+
+
+def _replaced(row: InferenceServer) -> ServerUnavailable:
+    return ServerUnavailable(f"another server than the registered one answers at {row.url}")
 
 
 def look(member: Member) -> ServerInfo:

@@ -30,6 +30,7 @@ from example_trainer.modeling.loading import policy_options
 from example_trainer.modeling.policy import Policy
 from example_trainer.options.training_options import TrainingOptions
 from example_trainer.weight_protocol.client import ShouldStop, never
+from example_trainer.weight_protocol.manifest import given_token
 from example_trainer.weight_protocol.shm_header import WriteRefused
 from example_trainer.weights.attachment import Attachment, attach
 from example_trainer.weights.base import Cost, PublishReport, WeightBridge
@@ -150,7 +151,7 @@ class SharedVllmBridge(WeightBridge):
         return attach(
             config.vllm_url,
             manifest_flag=config.vllm_config_path,
-            token=config.bridge_token,
+            token=given_token(config.bridge_token, {}),
             timeout_seconds=config.wait_timeout,
             should_stop=self._should_stop,
         )

@@ -112,7 +112,7 @@ LAUNCHER: tuple[Mutant, ...] = (
     Mutant(
         "an inherited bridge token is passed over",
         _CREDENTIALS,
-        'given or os.environ.get("ATROPOS_BRIDGE_TOKEN") or',
+        "given_token(None if given is None else str(given), os.environ) or",
         "given or",
         f"{_SECRETS}an_inherited_bridge_token_stays_that_of_servers_which_run_elsewhere",
     ),

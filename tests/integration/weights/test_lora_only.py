@@ -168,6 +168,7 @@ def test_a_server_without_adapters_is_refused_with_the_remedy(plain_server, tmp_
 def test_every_server_that_is_named_gets_each_adapter_and_proves_it(start_server, tiny_qwen2, tmp_path):
     flags = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4")
     servers = [start_server(*flags, environ={"ATROPOS_BRIDGE_TOKEN": "known"}) for _ in range(2)]
+    assert [server.info()["token_path"] for server in servers] == [None, None], "no other trainer finds the token"
     urls = [server.url for server in servers]
     settings = {"num_inference_nodes": len(urls), "inference_urls": urls, "bridge_token": "known", "run_dir": tmp_path}
     bridge = SeveralServersBridge(trainer(urls[0], tiny_qwen2, wait_timeout=60, sync_check="every", **settings))

@@ -38,6 +38,8 @@ def test_an_address_is_taken(url: str) -> None:
         ("http://host:0", "names a host and maybe a port"),
         ("http://host:8o00", "names a host and maybe a port"),
         ("http://two words:1", "names a host and maybe a port"),
+        ("http://broker..svc:8000", "names a host and maybe a port"),
+        (f"http://{'b' * 64}.svc:8000", "names a host and maybe a port"),
         ("http://http://host", "names a host and maybe a port"),
     ],
 )
@@ -47,7 +49,7 @@ def test_a_text_that_is_not_an_address_is_reported_with_a_proposal(url: str, tol
     assert told in str(caught.value)
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1", "gpu-7.cluster.example", "my_host", "a"])
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1", "gpu-7.cluster.example.", "my_host", "a"])
 def test_a_host_is_taken(host: str) -> None:
     assert require_host(host) == host
 

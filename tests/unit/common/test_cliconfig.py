@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from pathlib import Path
 from typing import Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from atropos_api.common.cliconfig import ConfigError, load_config, load_config_with_rest, read_yaml
+from atropos_api.common.cliconfig import ConfigError, load_config, load_config_with_rest, read_yaml, run_cli
 
 
 class Env(BaseModel):
@@ -199,3 +202,28 @@ def test_a_key_that_a_merged_mapping_has_as_well_is_no_key_twice(tmp_path: Path)
     path = tmp_path / "merged.yaml"
     path.write_text("base: &base {a: 1, b: 2}\nover: {<<: *base, a: 3}\nlist: [{a: 1}, {a: 2}]\n")
     assert read_yaml(path)["over"] == {"a": 3, "b": 2}
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENAMETOOLONG])
+def test_a_path_that_cannot_be_used_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A model in another user's directory was a traceback."""
+
+    def main(_: list[str]) -> int:
+        raise OSError(number, os.strerror(number), "/home/alice/model")
+
+    monkeypatch.setattr(sys, "argv", ["/bin/tool"])
+    with pytest.raises(SystemExit) as ended:
+        run_cli(main)
+    told = f"tool: error: /home/alice/model: {os.strerror(number)}; name a path that user {os.getuid()} can use\n"
+    assert (ended.value.code, capsys.readouterr().err) == (2, told)
+
+
+def test_an_error_of_the_system_that_may_pass_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(_: list[str]) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "/data/model")
+
+    monkeypatch.setattr(sys, "argv", ["/bin/tool"])
+    with pytest.raises(OSError, match="/data/model"):
+        run_cli(main)

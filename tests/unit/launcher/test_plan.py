@@ -24,6 +24,7 @@ from example_trainer.launcher.plan import Plan, make_plan
 from example_trainer.launcher.run_dir import plan_run_dir
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.processes.ports import PortTaken
+from example_trainer.serving.config import ServerConfig
 from example_trainer.testing import make_tiny_model
 from example_trainer.weight_protocol.base_record import BASE_DIRECTORY, BaseRecord
 
@@ -141,6 +142,16 @@ def test_the_final_evaluation_is_served_the_last_checkpoint_where_the_trainers_s
     assert plan(tmp_path, *OWN_ENVIRONMENT).final_server is None
 
 
+@pytest.mark.parametrize("mode", ["none", "lora_restart"])
+def test_the_server_of_the_final_evaluation_shares_no_weights_whatever_variables_it_inherits(
+    tmp_path: Path, mode: str
+) -> None:
+    """With VLLM_ENABLE_SHARED_WEIGHTS=1 it refused to start, and a run that had been trained to its end failed."""
+    settings = plan(tmp_path, *OWN_ENVIRONMENT, "--weight-bridge-mode", mode).settings_of("vllm-final")["vllm"]
+    inherited = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "NUM_INFERENCE_NODES": "0"}
+    assert not ServerConfig.model_validate(settings).shares(inherited)
+
+
 def test_an_adapter_run_ends_on_the_models_own_weights_with_the_last_adapter(tmp_path: Path) -> None:
     made = plan(tmp_path, *OWN_ENVIRONMENT, "--weight-bridge-mode", "lora_restart")
     settings = made.settings_of("vllm-final")["vllm"]
@@ -199,6 +210,18 @@ def test_all_programs_agree_on_addresses_and_model(tmp_path: Path) -> None:
     child = made.child("vllm")
     assert child is not None
     assert child.environment["LOGDIR"] == str(tmp_path / "run/bridge")
+
+
+def test_launches_that_inherit_one_logdir_have_manifests_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer attached to whichever server had written its manifest last, and wrote the other run's weights."""
+    monkeypatch.setenv("LOGDIR", str(tmp_path / "logs"))
+    made = [plan(tmp_path / name, *OWN_ENVIRONMENT) for name in ("one", "two")]
+    read = [each.settings_of("trainer")["trainer"]["vllm_config_path"] for each in made]
+    written = [spec.environment["LOGDIR"] for each in made if (spec := each.child("vllm")) is not None]
+    assert read == [str(Path(folder) / "vllm_bridge_config.json") for folder in written]
+    assert len(set(read)) == 2
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -79,6 +80,23 @@ def test_rows_of_an_earlier_attempt_can_be_passed_over(tmp_path: Path) -> None:
     tail = MetricsTail(path, from_end=True)
     write_rows(path, 3)
     assert [row["step"] for row in tail.read()] == [3]
+
+
+def test_a_file_that_another_host_has_just_replaced_is_read_at_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS the read of the former file fails then; it ended the launch, and with it the run."""
+    path = tmp_path / "metrics.jsonl"
+    write_rows(path, 1)
+    tail = MetricsTail(path)
+
+    def stale(*_: object) -> object:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", stale)
+        assert tail.read() == []
+    assert [row["step"] for row in tail.read()] == [1]
 
 
 def test_of_a_run_of_days_the_newest_steps_are_kept_and_those_trained_again_are_replaced(tmp_path: Path) -> None:

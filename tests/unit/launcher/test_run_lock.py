@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.cli import own_directories
+from example_trainer import cli
+from example_trainer.cli import own_directories, record_config
 from example_trainer.config import TrainingConfig
 from example_trainer.distributed.ranks import Ranks
 from example_trainer.launcher import run_lock
-from example_trainer.launcher.run_dir import RunDirectoryInUse, plan_run_dir
+from example_trainer.launcher.run_dir import DirectoryUnusable, RunDirectoryInUse, plan_run_dir
 from example_trainer.launcher.run_lock import locked
 from example_trainer.processes.tree import MARK_VARIABLE, python_path
 
@@ -109,3 +110,16 @@ def test_metrics_that_another_launch_wrote_after_the_plan_are_not_mixed_with_new
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(RunDirectoryInUse, match="already holds the metrics of a run"):
         run.create()
+
+
+def test_a_disk_that_is_full_when_a_trainer_writes_its_record_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty file can be made on a full disk, so the check of the directory finds nothing."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cli, "write_json", full)
+    with pytest.raises(DirectoryUnusable, match=rf"--run-dir {tmp_path}: cannot be written \(No space left"):
+        record_config(TrainingConfig(model_name="m", run_dir=tmp_path))

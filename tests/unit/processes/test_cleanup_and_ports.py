@@ -53,6 +53,13 @@ def test_a_taken_port_is_reported_with_its_holder() -> None:
             require_free(port, flag="--port")
 
 
+def test_a_port_that_nobody_holds_is_not_said_to_be_taken() -> None:
+    """One below 1024 without the right to it, or one at an address that is not this machine's."""
+    told = r"port 9001 cannot be used \(Cannot assign requested address\); choose another with --port"
+    with pytest.raises(PortTaken, match=told):
+        require_free(9001, flag="--port", host="203.0.113.1")
+
+
 def test_a_port_that_was_chosen_is_given_to_no_other_process_and_can_be_listened_on_by_its_number() -> None:
     with ExitStack() as held:
         chosen = {*free_ports(50, held=held), free_port(held=held)}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.processes.scratch import server_scratch
+from example_trainer.processes.scratch import name_scratch, server_scratch
 
 MEETING_FILE = "vllm_dist_5f"
 
@@ -62,3 +62,10 @@ def test_the_next_server_removes_what_a_killed_one_left_and_nothing_of_a_running
         with server_scratch({}, shared_memory) as second:
             assert names(temporary) == sorted([running.name, second.name])
             assert names(shared_memory) == ["vllm_dist_60-tp-cpushm_0"]
+
+
+def test_a_directory_leaves_room_for_a_sockets_name_whatever_letters_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("/home/ユーザー/一時ファイル置き場所", f"/home/{'u' * 60}"):
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        socket_path = name_scratch("atropos-0123456789ab") / f"{'x' * 36}"
+        assert len(os.fsencode(socket_path)) <= 107

@@ -67,6 +67,16 @@ def test_the_token_comes_from_the_flag_then_the_environment():
     assert config().token({}) is None
 
 
+def test_only_a_random_token_is_where_any_trainer_of_the_user_finds_it():
+    """A second trainer published to the server that the first one had started, and ended the first one's run."""
+    adapters = config(enable_lora=True)
+    assert adapters.stores_token({})
+    assert not adapters.stores_token({"ATROPOS_BRIDGE_TOKEN": "its-trainers"})
+    assert not config(enable_lora=True, bridge_token="given").stores_token({})
+    assert config().stores_token({"NUM_INFERENCE_NODES": "2"})
+    assert not config().stores_token({}), "nobody changes its weights"
+
+
 @pytest.mark.parametrize(("share", "nbytes"), [(None, 1 << 29), (0.25, 1 << 28), (1.0, 1 << 30)])
 def test_a_share_of_memory_on_a_cpu_is_at_most_one_gib(share, nbytes):
     assert kv_budget_on_cpu(share) == nbytes

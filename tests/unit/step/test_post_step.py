@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from atropos_api.client import BrokerRefused, BrokerUnreachable
+from atropos_api.client.calls import RunSuperseded
 from example_trainer.config import TrainingConfig
-from example_trainer.errors import PublishFailed, WaitStopped
+from example_trainer.errors import BatchTimeout, PublishFailed, WaitStopped
 from example_trainer.state import Phases, Progress
 from example_trainer.step import post_step as module
 from example_trainer.step.post_step import PostStep
@@ -52,7 +54,7 @@ def make(tmp_path, monkeypatch):
         learner = SimpleNamespace(
             policy=SimpleNamespace(device=torch.device("cpu")),
             objective=SimpleNamespace(state=dict),
-            ranks=SimpleNamespace(on_main=lambda call: call()),
+            ranks=SimpleNamespace(on_main=lambda call: call(), world_size=1),
             updates=1,
             loss_scale=None,
         )
@@ -85,6 +87,40 @@ def test_a_publish_that_fails_ends_the_run(make):
     with pytest.raises(PublishFailed):
         post_step.start(1)
     assert made == [("publish", 1)]
+
+
+NO_MORE = [
+    BatchTimeout("no environment filled batch 2"),
+    BrokerUnreachable("nothing answers"),
+    BrokerRefused({"type": "https://atropos/problems/unknown-run", "detail": "no run r"}, 404),
+]
+
+
+@pytest.mark.parametrize("error", NO_MORE, ids=lambda error: type(error).__name__)
+def test_the_steps_of_a_run_whose_broker_is_gone_are_kept(make, error):
+    """With --checkpoint-interval 0 all of them were lost, though the trainer had their weights."""
+    post_step, made = make(None, weight_bridge_mode="shared_vllm", checkpoint_interval=0)
+    for _ in range(2):  # it may have been written already
+        with pytest.raises(type(error)):
+            training_that_ends_with(error, post_step).train()
+    assert made == ["save"]
+
+
+def test_the_weights_of_a_run_that_another_trainer_has_taken_over_are_not_written(make):
+    post_step, made = make(None, weight_bridge_mode="shared_vllm")
+    superseded = RunSuperseded({"type": "https://atropos/problems/run-superseded"}, 409)
+    with pytest.raises(RunSuperseded):
+        training_that_ends_with(superseded, post_step).train()
+    assert made == []
+
+
+def training_that_ends_with(error, post_step):
+    def train():
+        raise error
+
+    trainer = Trainer.__new__(Trainer)
+    trainer._train, trainer._post_step, trainer._tracker = train, post_step, SimpleNamespace(close=lambda: None)
+    return trainer
 
 
 @contextmanager

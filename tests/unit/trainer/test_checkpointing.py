@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,6 +236,17 @@ def test_a_tokenizer_beside_the_model_is_kept_beside_the_checkpoint(
         (tiny_model / name).unlink()
     assert (path / name).read_text() == "{}"
     assert json.loads((path / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_hub_that_refuses_its_tokenizer_later_fails_no_checkpoint(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token of a private model may end during a run, and that is no reason to lose its steps."""
+    answers = iter([SimpleNamespace(save_pretrained=lambda folder: (folder / "tokenizer.json").write_text("{}"))])
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: next(answers))
+    monkeypatch.setattr(policy, "tokenizer_name", "owner/a-private-model")
+    for step in (1, 2):
+        assert (save(tmp_path, policy, step) / "tokenizer.json").exists()
 
 
 def test_the_model_s_end_tokens_are_in_each_copy_that_a_server_loads(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import textwrap
 import time
+
+from example_trainer.cli import StopFlag
 
 HANGING = """
 import sys, threading, time
@@ -60,3 +63,20 @@ def test_a_caller_that_goes_on_after_the_command_is_left_alone() -> None:
     """A process of tests once ended in the middle of another test, with code 0, 20 s after `atropos-grpo --version`."""
     ended = run(CALLED)
     assert (ended.returncode, ended.stdout) == (0, "went on\n")
+
+
+def test_a_terminal_that_is_closed_stops_the_training_in_order_and_nohup_does_not():
+    """SIGHUP killed a trainer that was started by hand, and the steps since its last checkpoint were lost."""
+    before = signal.getsignal(signal.SIGHUP)
+    stop = StopFlag()
+    try:
+        with stop.listening():
+            stop.training = True
+            signal.raise_signal(signal.SIGHUP)
+            assert (stop.is_set(), stop.signal_number) == (True, signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)  # the end of the session: still in order
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with stop.listening():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

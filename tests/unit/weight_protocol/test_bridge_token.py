@@ -6,7 +6,14 @@ import os
 
 import pytest
 
-from example_trainer.weight_protocol.manifest import ManifestUnsafe, read_token, remove_token, write_token
+from atropos_api.common.secrets import TokenUnreadable
+from example_trainer.weight_protocol.manifest import (
+    ManifestUnsafe,
+    given_token,
+    read_token,
+    remove_token,
+    write_token,
+)
 
 URL = "http://127.0.0.1:9001"
 
@@ -44,6 +51,28 @@ def test_a_server_gets_no_token_but_its_own_and_nothing_from_another_file(tmp_pa
     assert read_token(str(path), "http://another:9001") == "secret", "the host is known by several names"
     path.write_bytes(b"\xff\xfe")
     assert read_token(str(path), URL) is None
+
+
+def test_the_token_that_is_given_comes_before_that_of_the_environment():
+    inherited = {"ATROPOS_BRIDGE_TOKEN": "inherited"}
+    assert [given_token(*each) for each in (("own", inherited), (None, inherited), (None, {}))] == [
+        "own",
+        "inherited",
+        None,
+    ]
+
+
+@pytest.mark.parametrize("token", ["secret-of-a-file\n", "ein schlüssel"])
+def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(token):
+    """The trainer waited for a server that seemed not to answer, and the reason in its log held the token."""
+    for origin, arguments in (("--bridge-token", (token, {})), (r"\$ATROPOS_BRIDGE_TOKEN", (None, _inherited(token)))):
+        with pytest.raises(TokenUnreadable, match=rf"^{origin}: not a token; a token is one line") as caught:
+            given_token(*arguments)
+        assert token.strip() not in str(caught.value)
+
+
+def _inherited(token):
+    return {"ATROPOS_BRIDGE_TOKEN": token}
 
 
 def test_a_server_removes_its_own_token_only(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -113,6 +114,17 @@ def test_the_order_is_flag_logdir_server_here(tmp_path, monkeypatch):
         assert find_manifest(None, {}, None) == places["here"]
 
 
+@pytest.mark.parametrize("left", [{"pid_start_time": 1.0}, {"url": "http://127.0.0.1:2"}])
+def test_a_manifest_that_another_server_left_in_logdir_hides_no_running_one(tmp_path, monkeypatch, left):
+    """The trainer waited ten minutes for the server, and was told to start it again."""
+    monkeypatch.chdir("/")
+    write_manifest(manifest(**left), tmp_path / "logs")
+    said = {}
+    with server_saying(said) as url:
+        said["manifest_path"] = str(write_manifest(manifest(url=url), tmp_path / "server"))
+        assert find_manifest("auto", {"LOGDIR": str(tmp_path / "logs")}, url) == Path(said["manifest_path"])
+
+
 def test_a_server_on_this_host_is_not_asked_through_a_proxy(tmp_path, monkeypatch):
     """No other call to a server uses one; through it the manifest was not found, and the trainer waited in vain."""
     path = write_manifest(manifest(), tmp_path)
@@ -122,6 +134,34 @@ def test_a_server_on_this_host_is_not_asked_through_a_proxy(tmp_path, monkeypatc
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with server_saying({"manifest_path": str(path)}) as url:
         assert find_manifest("auto", {}, url) == path
+
+
+@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b'HTTP/1.0 200 OK\r\n\r\n["another program"]'])
+def test_a_program_of_another_kind_at_the_address_names_no_manifest(tmp_path, monkeypatch, said):
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(said)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(ManifestMissing, match="no answer with a manifest"):
+            find_manifest("auto", {}, f"http://127.0.0.1:{listening.getsockname()[1]}")
+
+
+def test_a_manifest_in_another_users_directory_is_refused_with_the_way_to_ones_own(monkeypatch):
+    def forbid(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", forbid)  # the tests may run as root, who may read everything
+    with (
+        server_saying({"manifest_path": "/home/alice/run/vllm_bridge_config.json"}) as url,
+        pytest.raises(ManifestUnsafe, match=r"/home/alice/run/.* another user's; start one of your own"),
+    ):
+        find_manifest("auto", {}, url)
 
 
 def test_a_server_removes_its_own_manifest_only(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused
+from example_trainer.processes.ports import NoPort
 from example_trainer.weight_protocol.broadcast_group import BroadcastGroup
 from example_trainer.weight_protocol.client import Fence, ServerClient
 from example_trainer.weights.base import Cost
@@ -175,6 +176,12 @@ def test_servers_meet_the_trainer_where_nobody_else_listens(settings, environ, p
     """The port of the ranks' own meeting is taken by them, or by torchrun's agent."""
     config = config_of("http://127.0.0.1:9", "m", num_inference_nodes=1, **settings)
     assert meeting_address(config, environ) == place
+
+
+def test_a_master_port_that_is_none_is_refused_with_its_variable():
+    config = config_of("http://127.0.0.1:9", "m", num_inference_nodes=1)
+    with pytest.raises(NoPort, match=r"^\$MASTER_PORT tcp://10\.0\.0\.1:6379: not a port"):
+        meeting_address(config, {"MASTER_PORT": "tcp://10.0.0.1:6379"})
 
 
 def test_a_port_that_the_ranks_have_taken_is_not_listened_on(bridge_to, monkeypatch):

@@ -100,6 +100,19 @@ def test_members_are_the_servers_that_serve_or_join_and_answer(world, follow):
     assert names(found.present()) == ["joining", "serving"]
 
 
+def test_a_server_that_has_taken_a_members_address_gets_nothing_under_its_lease(world, follow):
+    """It may be of another run: until the lease had ended it got this run's weights, and without a proof."""
+    world.add("a")
+    world.add("b")
+    found, clock = follow()
+    assert names(found.present()) == ["a", "b"]
+    world.infos["http://b"] = info_of(boot_id="of another run")
+    assert names(found.present()) == ["a"]
+    world.infos["http://b"] = info_of()
+    clock.now += FIRST_PAUSE_SECONDS
+    assert names(found.present()) == ["a", "b"]
+
+
 def test_a_server_that_does_not_answer_is_left_out_longer_each_time_and_comes_back(world, follow):
     world.add("a")
     world.add("b")

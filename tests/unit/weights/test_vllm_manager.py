@@ -29,6 +29,7 @@ STAND_IN = textwrap.dedent(
     parser.add_argument("--policy-version", type=int)
     parser.add_argument("--fail", action="store_true")
     parser.add_argument("--stubborn", action="store_true")
+    parser.add_argument("--needs-key", action="store_true")
     arguments, _ = parser.parse_known_args()
     print("starting", *sys.argv[1:], flush=True)
     if arguments.fail:
@@ -47,7 +48,10 @@ STAND_IN = textwrap.dedent(
         def do_GET(self):
             info = {"policy_version": arguments.policy_version, "boot_id": "b", "model": "m", "max_model_len": 64}
             body = json.dumps({} if self.path == "/health" else info).encode()
-            self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers()
+            shown = self.headers["Authorization"] == "Bearer " + os.environ["ATROPOS_BRIDGE_TOKEN"]
+            is_open = shown or self.path == "/health" or not arguments.needs_key
+            self.send_response(200 if is_open else 401)
+            self.send_header("Content-Length", str(len(body))); self.end_headers()
             self.wfile.write(body)
         def log_message(self, *_): pass
 
@@ -108,6 +112,13 @@ def test_ready_means_serving_the_version_it_was_started_for(manager):
     vllm.start("/some/model", version=7)
     assert vllm.wait_until_ready(7).policy_version == 7
     assert vllm.running
+
+
+def test_a_server_with_an_api_key_is_seen_to_be_ready(manager):
+    """With $VLLM_API_KEY it tells its version to nobody without a key: the trainer waited to the end of its limit."""
+    vllm = manager(needs_key=True)
+    vllm.start("/some/model", version=7)
+    assert vllm.wait_until_ready(7).policy_version == 7
 
 
 def test_a_server_of_another_version_on_the_port_is_not_taken_for_ours(manager):
