@@ -87,6 +87,6 @@ def _rows_by_slot(slots: torch.Tensor) -> Iterator[tuple[slice | torch.Tensor, i
         if first >= 0:
             yield slice(None), first
         return
-    for slot in slots.unique().tolist():
+    for slot in sorted(set(slots.tolist())):
         if slot >= 0:
             yield slots == slot, slot
