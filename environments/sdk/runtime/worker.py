@@ -44,7 +44,6 @@ REPORT_SECONDS = 2.0
 """Time that the last report of items may take."""
 SHUTDOWN_SECONDS = 5.0
 """Time that a stop may take in addition to the drains of rollouts and of groups."""
-
 WANDB_FINISH_SECONDS = 30.0
 """Time that W&B may take to send its data."""
 
@@ -160,9 +159,7 @@ class EnvironmentWorker:
         if self._leases is not None:
             with anyio.move_on_after(REPORT_SECONDS):
                 await self._leases.close()
-        if self._stopping:
-            return
-        if self._evaluates and self._env.config.eval_at_end:
+        if not self._stopping and self._evaluates and self._env.config.eval_at_end:
             await self._cancel_evaluation()
             await self._evaluate(required=True)
 
@@ -219,8 +216,7 @@ class EnvironmentWorker:
     async def _admit_rollouts(self, *, evaluations: TaskGroup) -> None:
         """Start rollouts while there is room for them, and evaluations when they are due.
 
-        Each turn awaits one thing. The end of the run or a stop that comes meanwhile is its last notification, so all
-        is checked again before a wait for the next one.
+        Each turn awaits one thing: what comes meanwhile may be the last notification, so all is checked again then.
         """
         while self._active:
             if not self._has_joined and self._pacing.paused_because is None:
@@ -380,9 +376,7 @@ class EnvironmentWorker:
             )
 
     def _status(self, pacing: Pacing) -> dict[str, Any]:
-        """Return the broker's state by the original Atropos' names; both queue sizes are the whole queue's, in groups
-        of this environment's size.
-        """
+        """Return the broker's state by Atropos' names; both queue sizes are the whole queue's, in our groups."""
         queued = -(-pacing.outstanding_sequences // self._env.config.group_size)
         return {
             "current_step": pacing.current_step,
@@ -427,9 +421,8 @@ class EnvironmentWorker:
         await stop.wait_for(1)
         logger.info("%s: finishing the work in progress", stop.signal.name if stop.signal is not None else "stopped")
         self._stopping = True
-        for scope in (self._startup, self._evaluation):
-            if scope is not None:
-                scope.cancel()
+        for scope in filter(None, (self._startup, self._evaluation)):
+            scope.cancel()
         self._changed.notify()
         await stop.wait_for(2)
         self._abandoned = self._running
