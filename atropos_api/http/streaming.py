@@ -209,7 +209,8 @@ class LongPoll:
         if remaining <= 0 or self._context.stopping or self._is_closing():
             return False
         await notifier.wait(min(remaining, at_most), until=self._disconnected())
-        return True
+        # Another look for a caller that is gone would count as its call, after the one by which it has left.
+        return not self._is_closing()
 
     def _is_closing(self) -> bool:
         return self._transport is not None and self._transport.is_closing()

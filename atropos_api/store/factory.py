@@ -74,8 +74,9 @@ class PeriodicSync:
         failure = ""
         while True:
             self._ledger.written.wait()
-            closing = self._closing.wait(SYNC_INTERVAL_SECONDS)
+            self._closing.wait(SYNC_INTERVAL_SECONDS)
             self._ledger.written.clear()
+            closing = self._closing.is_set()  # after `clear`: it may just have removed what `close` had set
             try:
                 self._bodies.sync()
                 self._ledger.sync()

@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
 from itertools import combinations
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from environments.rewards.protocol import RewardUnusable, Sample, ScoreRange
 
 Wins = Sequence[Sequence[float]]
 """`wins[i][j]`: the number of times, or the share, with which i was preferred to j."""
+
+ResultT = TypeVar("ResultT")
 
 Judge = Callable[[Any, Any], float | Awaitable[float]]
 """A function that returns the share, 0 to 1, with which its first sample is preferred to its second; 0.5 is a tie."""
@@ -89,7 +91,7 @@ class PairwiseReward:
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
         scores = [0.0] * len(samples)
         groups = list(_by_prompt(samples).values())
-        compared = await asyncio.gather(*(self._compare([samples[index] for index in members]) for members in groups))
+        compared = await _gathered(self._compare([samples[index] for index in members]) for members in groups)
         for members, wins in zip(groups, compared, strict=True):
             strengths = win_rates(wins) if self.method == "win_rate" else bradley_terry(wins)
             for index, strength in zip(members, strengths, strict=True):
@@ -99,7 +101,7 @@ class PairwiseReward:
     async def _compare(self, samples: Sequence[Sample]) -> list[list[float]]:
         wins = [[0.0] * len(samples) for _ in samples]
         pairs = list(combinations(range(len(samples)), 2))
-        shares = await asyncio.gather(*(self._share(samples[left], samples[right]) for left, right in pairs))
+        shares = await _gathered(self._share(samples[left], samples[right]) for left, right in pairs)
         for (left, right), share in zip(pairs, shares, strict=True):
             wins[left][right], wins[right][left] = share, 1.0 - share
         return wins
@@ -115,6 +117,16 @@ class PairwiseReward:
         if not 0.0 <= share <= 1.0:
             raise RewardUnusable(f"the judge answered {share}; it must answer a share between 0 and 1")
         return share
+
+
+async def _gathered(calls: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    """Return all results; the first error ends the other calls, whose answers nobody would read."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _by_prompt(samples: Sequence[Sample]) -> dict[Hashable, list[int]]:

@@ -216,7 +216,8 @@ class ServerManager:
         async with self._starting_proxy:
             if self._proxy is None:
                 proxy = SessionProxy(self, self._sessions)
-                await proxy.start()
+                with anyio.CancelScope(shield=True):  # a start that is broken off keeps the port, and nobody knows it
+                    await proxy.start()
                 self._proxy = proxy
             return self._proxy
 

@@ -230,7 +230,9 @@ class Supervisor:
     def _observe_descendants(self, child: Child, table: dict[int, list[int]], now: float) -> None:
         size_before = len(child.descendants)
         known = {process.pid for process in child.descendants}
-        for process in filter(None, map(open_process, set(descendants(child.process.pid, table)) - known)):
+        # The number of one that has ended may be another process's by now.
+        present = set() if child.exit_code is not None else set(descendants(child.process.pid, table))
+        for process in filter(None, map(open_process, present - known)):
             child.descendants[process] = Descendant(seen_at=now, title="", is_short_task=_is_short_task(process, child))
         for process in list(child.descendants):
             if is_alive(process):

@@ -196,7 +196,12 @@ class ServerProcess:
         return self._process.poll()
 
     def members(self) -> list[psutil.Process]:
-        return _session_members(self.pid)
+        """Return the running processes of the server."""
+        has_ended = self.exit_code is not None
+        found = _session_members(self.pid)
+        if has_ended and any(process.pid == self.pid for process in found):
+            return []  # all have ended, and another process has the first one's number by now
+        return found
 
     def note_shared_memory(self) -> None:
         """Record the shared memory that the server maps now, so that leftovers can be removed after it exits."""

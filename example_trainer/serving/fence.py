@@ -222,7 +222,12 @@ class Fence:
         }
 
     async def _drain(self, in_flight: InFlight, limit_seconds: float) -> DrainPlan | None:
-        """Wait for running requests; return the plan by which it began, or None if the trainer has said how long."""
+        """Wait for running requests; return the plan by which it began, or None if the trainer has said how long.
+
+        Under torn weights the engine is paused since the publish that tore them, and no request can end.
+        """
+        if self.torn:
+            return None
         if in_flight != "auto":
             limits = {"drain": limit_seconds, "finish": None}
             await self._gate.wait_until_empty(limits.get(in_flight, 0.0))

@@ -57,6 +57,8 @@ class ItemLeases:
         self._finished: list[LeasedItem] = []
         self._dropped: dict[str, list[LeasedItem]] = {}
         self._sequences = self._tokens = 0
+        self._unanswered: ItemRequest | None = None
+        """The last call, if a stop has ended the wait for its answer."""
 
     async def take(self) -> LeasedItem | None:
         """Return the next item, or None if there is none now or the broker does not lease any."""
@@ -94,24 +96,19 @@ class ItemLeases:
         self._tokens += sum(len(mask) - mask.count(NOT_TRAINED) for mask in group.masks)
 
     async def close(self) -> None:
-        """Report what happened to the items since the last call."""
-        if self._call and self.supported and (self._finished or self._dropped):
+        """Report what happened to the items since the last call that was answered."""
+        while self.supported and (self._finished or self._dropped or _tells_of_items(self._unanswered)):
             await self._report(count=0)
 
     async def _report(self, count: int) -> None:
-        """Report what happened to items and lease `count` others; without an answer they are reported again."""
-        request = ItemRequest(
-            process=self._process,
-            call=self._call + 1,
-            finished=self._numbers(self._finished),
-            dropped={reason: self._numbers(items) for reason, items in self._dropped.items()},
-            count=count,
-            limit=self._limit,
-            sampled_sequences=self._sequences,
-            sampled_tokens=self._tokens,
-        )
-        self._finished, self._dropped, self._sequences, self._tokens = [], {}, 0, 0
+        """Report what happened to items and lease `count` others.
+
+        A call that was broken off without an answer is made again in its place: the broker may have had it, and answers
+        its number only with what it answered then.
+        """
+        request = self._unanswered = self._unanswered or self._request(count)
         lease = await self._ask(request)
+        self._unanswered = None
         if lease is None:
             self.supported = False
             return
@@ -124,6 +121,25 @@ class ItemLeases:
         self._held.update(fresh)
         self._ready.extend(fresh)
 
+    def _request(self, count: int) -> ItemRequest:
+        """Return the next call; what it reports is not reported by the one after it."""
+        request = ItemRequest(
+            process=self._process,
+            call=self._call + 1,
+            finished=self._numbers(self._finished),
+            dropped={reason: self._numbers(items) for reason, items in self._dropped.items()},
+            count=count,
+            limit=self._limit,
+            sampled_sequences=self._sequences,
+            sampled_tokens=self._tokens,
+        )
+        self._finished, self._dropped, self._sequences, self._tokens = [], {}, 0, 0
+        return request
+
     def _numbers(self, items: Sequence[LeasedItem]) -> list[int]:
         """Return the numbers of this run's items; the broker needs no report about those of an earlier run."""
         return [item.number for item in items if item.run_id == self._run_id]
+
+
+def _tells_of_items(request: ItemRequest | None) -> bool:
+    return request is not None and bool(request.finished or request.dropped)

@@ -44,7 +44,6 @@ REPORT_SECONDS = 2.0
 """Time that the last report of items may take."""
 SHUTDOWN_SECONDS = 5.0
 """Time that a stop may take in addition to the drains of rollouts and of groups."""
-
 WANDB_FINISH_SECONDS = 30.0
 """Time that W&B may take to send its data."""
 
@@ -87,7 +86,7 @@ class EnvironmentWorker:
         self._startup: anyio.CancelScope | None = None
         self._evaluation: anyio.CancelScope | None = None
         self._admission: anyio.CancelScope | None = None
-        """The wait for the broker or the next item, if there is one."""
+        """The wait for the broker or the start of rollouts, if there is one."""
         self._evaluation_due = self._evaluates = False
         self._joined: tuple[str | None, int | None] | None = None
         """The run whose settings are adopted, and the number of its owner."""
@@ -143,6 +142,7 @@ class EnvironmentWorker:
             await self._evaluate(required=True)
         async with anyio.create_task_group() as rollouts:
             self._rollouts = rollouts
+            rollouts.start_soon(self._end_admission)
             await self._admit_rollouts(evaluations=group)
             with anyio.move_on_after(self._env.config.drain_seconds if self._stopping else 0):
                 while self._running:
@@ -159,9 +159,7 @@ class EnvironmentWorker:
         if self._leases is not None:
             with anyio.move_on_after(REPORT_SECONDS):
                 await self._leases.close()
-        if self._stopping:
-            return
-        if self._evaluates and self._env.config.eval_at_end:
+        if not self._stopping and self._evaluates and self._env.config.eval_at_end:
             await self._cancel_evaluation()
             await self._evaluate(required=True)
 
@@ -216,27 +214,36 @@ class EnvironmentWorker:
             self._env.config.batch_size = info.batch_size
 
     async def _admit_rollouts(self, *, evaluations: TaskGroup) -> None:
-        """Start rollouts while there is room for them, and evaluations when they are due."""
+        """Start rollouts while there is room for them, and evaluations when they are due.
+
+        Each turn awaits one thing: what comes meanwhile may be the last notification, so all is checked again then.
+        """
         while self._active:
             if not self._has_joined and self._pacing.paused_because is None:
                 with anyio.CancelScope() as self._admission:
                     await self._join_run()
-                if self._stopping:
-                    return
-            if self._log_due:
+            elif self._log_due:
                 await self._log()
-            if self._evaluation_can_start:
+            elif self._evaluation_can_start:
                 self._evaluation_due = False
                 evaluations.start_soon(self._evaluate)
                 await anyio.lowlevel.checkpoint()  # lets the evaluation start: it may stop admission
-            if not self._has_room():
+            elif not self._has_room():
                 await self._changed.wait()
-                continue
-            started = self._started
-            await self._env.add_train_workers()
-            if self._started == started and self._has_room():
-                with anyio.move_on_after(NO_ITEM_PAUSE_SECONDS):
-                    await self._changed.wait()
+            else:
+                started = self._started
+                with anyio.CancelScope() as self._admission:
+                    await self._env.add_train_workers()
+                if self._started == started and self._has_room():
+                    with anyio.move_on_after(NO_ITEM_PAUSE_SECONDS):
+                        await self._changed.wait()
+
+    async def _end_admission(self) -> None:
+        """End a wait for the broker or an item at a stop, and at the end of the run: that item may never come."""
+        while True:
+            if not self._active and self._admission is not None:
+                self._admission.cancel()
+            await self._changed.wait()
 
     def log_fields(self) -> dict[str, str | int | None]:
         """Return run, step and policy version as far as they are known."""
@@ -253,9 +260,7 @@ class EnvironmentWorker:
         while self._active and self._has_joined and self._has_room():
             if self._log_due or self._evaluation_can_start:
                 return
-            item = None
-            with anyio.CancelScope() as self._admission:
-                item = await self._collector.next_item()
+            item = await self._collector.next_item()
             if item is None:
                 return
             self._running += 1
@@ -371,9 +376,7 @@ class EnvironmentWorker:
             )
 
     def _status(self, pacing: Pacing) -> dict[str, Any]:
-        """Return the broker's state by the original Atropos' names; both queue sizes are the whole queue's, in groups
-        of this environment's size.
-        """
+        """Return the broker's state by Atropos' names; both queue sizes are the whole queue's, in our groups."""
         queued = -(-pacing.outstanding_sequences // self._env.config.group_size)
         return {
             "current_step": pacing.current_step,
@@ -418,9 +421,8 @@ class EnvironmentWorker:
         await stop.wait_for(1)
         logger.info("%s: finishing the work in progress", stop.signal.name if stop.signal is not None else "stopped")
         self._stopping = True
-        for scope in (self._startup, self._evaluation, self._admission):
-            if scope is not None:
-                scope.cancel()
+        for scope in filter(None, (self._startup, self._evaluation)):
+            scope.cancel()
         self._changed.notify()
         await stop.wait_for(2)
         self._abandoned = self._running

@@ -67,3 +67,14 @@ def test_the_successor_of_a_killed_process_gets_its_id_and_a_process_that_lost_i
             with second.wait(url):
                 assert first.register().display_name == "env_1"
                 assert first.heartbeat().state == "wait"
+
+
+def test_a_process_that_leaves_while_its_heartbeat_waits_is_not_there_again():
+    """It closes the connection of the heartbeat first; the broker learns of both in the same moment."""
+    with served_broker() as url, Process(url, "a") as process:
+        for _ in range(5):
+            process.register()
+            process.wait(url).close()
+            process.client.leave(process.info.environment_id)
+            time.sleep(0.05)
+            assert [row["connected"] for row in process.client.status()["environments"]] == [False]

@@ -185,9 +185,9 @@ async def test_a_rollout_that_ignores_its_cancellation_stops_the_server(tokenize
     assert "after --env.worker_timeout had cancelled it" in caplog.text
 
 
-@pytest.mark.parametrize("leases", [False, True])
-async def test_a_stop_ends_the_wait_for_the_next_item_at_once(tokenizer_folder, monkeypatch, leases):
-    """An item that never comes: the environment's own, or one that a broker which is gone would lease."""
+@pytest.mark.parametrize("waits_in", ["get_next_item", "lease_items", "add_train_workers"])
+async def test_a_stop_ends_the_wait_for_the_next_item_at_once(tokenizer_folder, monkeypatch, waits_in):
+    """An item that never comes: the environment's own, one that a broker which is gone would lease, or a hook's."""
     env, stop, waiting = make(tokenizer_folder, ends_the_process), StopRequest(), anyio.Event()
     monkeypatch.setattr(stop, "set_grace", lambda *_: None)  # it would end this process
 
@@ -195,11 +195,11 @@ async def test_a_stop_ends_the_wait_for_the_next_item_at_once(tokenizer_folder, 
         waiting.set()
         await anyio.sleep_forever()
 
-    if leases:
+    if waits_in == "lease_items":
         type(env).numbers_items = True
         monkeypatch.setattr(BrokerConnection, "lease_items", wait)
     else:
-        env.get_next_item = wait
+        setattr(env, waits_in, wait)
 
     async def stop_the_wait():
         await waiting.wait()
@@ -209,3 +209,59 @@ async def test_a_stop_ends_the_wait_for_the_next_item_at_once(tokenizer_folder, 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stop_the_wait)
             await serve(env, stop)
+
+
+async def test_the_end_of_the_run_ends_the_wait_for_an_item_that_never_comes(tokenizer_folder):
+    env, waiting = make(tokenizer_folder, ends_the_process), anyio.Event()
+
+    async def wait():
+        waiting.set()
+        await anyio.sleep_forever()
+
+    env.get_next_item = wait
+    _, client = memory_broker()
+
+    async def finish():
+        run = await client.begin_run(RunRequest(name="run", batch_size=4, max_token_length=512, num_steps=STEPS))
+        await waiting.wait()
+        await client.finish_run(run.run_id, epoch=run.epoch)
+
+    with anyio.fail_after(5):
+        async with client, anyio.create_task_group() as tasks:
+            tasks.start_soon(finish)
+            await EnvironmentWorker(env, client).serve()
+
+
+async def never_fails(self, group): ...
+
+
+@pytest.mark.parametrize("way", ["the end of the run", "a stop"])
+async def test_what_comes_while_an_environment_logs_its_metrics_ends_it(tokenizer_folder, monkeypatch, way):
+    """Nothing is in progress and no group is needed any more, so it is the last thing of which the server is told."""
+    env, stop, logging = make(tokenizer_folder, never_fails, max_num_workers=1), StopRequest(), anyio.Event()
+    monkeypatch.setattr(stop, "set_grace", lambda *_: None)  # it would end this process
+
+    async def log(*_):
+        if env.curr_step == STEPS:
+            logging.set()
+            await anyio.sleep(0.2)
+
+    env.wandb_log = log
+    _, client = memory_broker()
+
+    async def train():
+        run = await client.begin_run(RunRequest(name="run", batch_size=4, max_token_length=512, num_steps=STEPS))
+        async for batch in batches_of(client, run, STEPS):
+            if batch.number == STEPS:
+                break
+        await client.commit(STEPS, run_id=run.run_id, epoch=run.epoch)
+        await logging.wait()
+        if way == "a stop":
+            stop.request(way)
+        else:
+            await client.finish_run(run.run_id, epoch=run.epoch)
+
+    with anyio.fail_after(10):
+        async with client, anyio.create_task_group() as tasks:
+            tasks.start_soon(train)
+            await EnvironmentWorker(env, client, stop).serve()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -145,6 +146,24 @@ time.sleep(600)
     while time.monotonic() < until:
         assert supervisor.failed() == []
         time.sleep(0.05)
+
+
+def test_closing_ends_no_process_of_another_that_has_the_number_of_an_ended_child(tmp_path: Path) -> None:
+    started = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).wait()"
+    other = subprocess.Popen((sys.executable, "-c", started))
+    try:
+        assert wait_until(lambda: psutil.Process(other.pid).children() != [], 10)
+        (its_own,) = psutil.Process(other.pid).children()
+        with Supervisor(tmp_path) as supervisor:
+            child = supervisor.start(python("environment", "", ends_by_itself=True))
+            assert wait_until(lambda: child.exit_code == 0, 10)
+            child.process = SimpleNamespace(pid=other.pid, poll=lambda: 0)
+            assert supervisor.failed() == []
+        assert is_alive(its_own)
+    finally:
+        for process in (*psutil.Process(other.pid).children(), other):
+            process.kill()
+        other.wait()
 
 
 def test_closing_ends_children_that_ignore_sigterm_and_those_in_sessions_of_their_own(tmp_path: Path) -> None:

@@ -68,6 +68,20 @@ async def test_r41_weights_that_were_torn_are_not_served_by_a_resume_once_they_a
     assert fence.policy_version == 2
 
 
+@pytest.mark.parametrize("in_flight", ["finish", "auto", "drain"])
+async def test_a_publish_to_torn_weights_does_not_wait_for_requests_that_are_paused_with_them(
+    fence, gate, header, in_flight
+):
+    await publish(fence, header, 1)
+    await gate.enter()
+    await begin(fence, lease_seconds=0.02)
+    header.begin_write(2)
+    await lapsed(fence)
+    assert fence.torn
+    answer = await asyncio.wait_for(publish(fence, header, 3, in_flight=in_flight, drain_seconds=30.0), 1)
+    assert (answer["version"], fence.torn, gate.inside) == (3, False, 1), "it goes on under the new version"
+
+
 async def test_r41_held_by_hand_a_lapse_stamps_the_whole_version_and_stays_paused(fence, engine, gate, header):
     await publish(fence, header, 1)
     await begin(fence, lease_seconds=0.05)

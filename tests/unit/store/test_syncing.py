@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from atropos_api.broker import Broker
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import StoreUnavailable
 from atropos_api.server.app import create_app
+from atropos_api.store import factory
 from atropos_api.store.factory import open_directory
 from atropos_api.testing import make_group
 from atropos_api.wire import EnvironmentRequest, RunRequest
@@ -248,3 +250,21 @@ def test_power_that_fails_anywhere_costs_always_nothing_that_was_answered(tmp_pa
     assert len(world.trained) == len(set(world.trained))
     assert len(world.trained) + len(left) == world.sent
     world.broker.close()
+
+
+def test_a_store_that_is_closed_just_as_a_sync_becomes_due_is_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr(factory, "SYNC_INTERVAL_SECONDS", 0.01)
+    ledger, _ = open_directory(tmp_path, fsync="interval", fresh=False)
+    closing, clear, both_set = threading.Thread(target=ledger.close, daemon=True), ledger.written.clear, 0.05
+
+    def clear_after_close_has_begun():
+        if closing.ident is None:
+            closing.start()
+            time.sleep(both_set)
+        clear()
+
+    monkeypatch.setattr(ledger.written, "clear", clear_after_close_has_begun)
+    ledger.probe()
+    time.sleep(2 * both_set)
+    closing.join(5)
+    assert not closing.is_alive()

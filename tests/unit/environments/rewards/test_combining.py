@@ -196,6 +196,25 @@ def test_a_judge_is_asked_about_all_pairs_at_once():
     assert at_once == 6
 
 
+def test_a_judge_that_fails_on_one_pair_is_not_asked_about_the_others_any_more():
+    answered = []
+
+    async def judge(left, right):
+        if (left["completion"], right["completion"]) == ("a", "b"):
+            raise ValueError("too long")
+        await anyio.sleep(0.05)
+        answered.append(right)
+        return 0.5
+
+    async def score():
+        with pytest.raises(ValueError, match="too long"):
+            await PairwiseReward(judge)([{"prompt": p, "completion": c} for p in "xy" for c in "abc"])
+        await anyio.sleep(0.2)
+
+    anyio.run(score)
+    assert answered == []
+
+
 def test_asking_both_ways_round_takes_away_a_preference_for_a_place():
     def first_wins(_left, _right):
         return 1.0

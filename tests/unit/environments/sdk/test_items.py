@@ -112,3 +112,30 @@ async def test_items_of_the_run_before_that_were_not_begun_are_forgotten():
     leases.forget_unbegun("next")
     assert await leases.take() == LeasedItem("next", 0)
     leases.acknowledge(begun)
+
+
+class Silent(Leasing):
+    """It gets a call and gives no answer, once."""
+
+    async def __call__(self, request):
+        if len(self.asked) == 1:
+            self.asked.append(request)
+            await anyio.sleep_forever()
+        return await super().__call__(request)
+
+
+async def test_a_stop_during_a_call_loses_no_report_though_the_broker_may_have_had_it():
+    broker = Silent(leased(0, 1), leased(2), leased())
+    leases = ItemLeases(broker)
+    first, second = await leases.take(), await leases.take()
+    for item in (first, second):
+        leases.keys(item, 1)
+    leases.acknowledge(first)
+    with anyio.move_on_after(0.01):
+        await leases.take()
+    leases.acknowledge(second)
+    await leases.close()
+    _, unanswered, again, last = broker.asked
+    assert again == unanswered, "a broker that has had it answers as it did then, and reads nothing of it"
+    assert (again.call, again.finished) == (2, [0])
+    assert (last.call, last.finished, last.count) == (3, [1], 0)

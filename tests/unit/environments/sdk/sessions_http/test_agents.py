@@ -122,6 +122,24 @@ async def test_a_port_that_is_taken_is_reported_with_the_flag_that_chooses_anoth
                 pass
 
 
+async def test_a_rollout_that_is_cancelled_while_sessions_begin_to_be_served_does_not_keep_the_port(
+    make_manager, unused_port
+):
+    manager = make_manager("1", settings=SessionSettings(port=unused_port))
+
+    async def open_one():
+        async with manager.managed_server(use_proxy=True):
+            await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as rollouts:
+        rollouts.start_soon(open_one)
+        await anyio.lowlevel.checkpoint()  # it has bound the port
+        rollouts.cancel_scope.cancel()
+    async with manager.managed_server(use_proxy=True) as session:
+        assert session.get_url().startswith(f"http://127.0.0.1:{unused_port}/")
+    await manager.aclose()
+
+
 @pytest.fixture
 def unused_port():
     import socket
