@@ -18,7 +18,7 @@ WORST_FIRST = ("error", "failed", "skipped", "passed")
 
 
 class Record:
-    """What the tests of one stage came to at one commit; with no commit, or another one, the file is begun anew."""
+    """The outcomes of one stage's tests at one commit; at another one the file is begun anew."""
 
     def __init__(self, path: Path, commit: str = "") -> None:
         self._path = path

@@ -2,7 +2,8 @@
 
 Transformers takes the long factors if the longest row of a forward is beyond the original context, else the short
 ones. So the logprobs of a short row would depend on the rows in its micro-batch. vLLM keeps keys in a cache and chooses
-once: the long factors if its context is beyond the original one, also for sequences that are shorter.
+once: the long factors if its context is beyond the original one, also for sequences that are shorter. It stands alone
+because it changes a configuration and needs no model.
 """
 
 from __future__ import annotations
