@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -39,6 +39,8 @@ FORMS = (
     ("question", "final_answer"),
     ("problem", "solution"),
 )
+OPTIONS = ("choices", "options")
+"""Columns of questions with options, as in MMLU; the prompt has them only if the question does."""
 MOST_HELD_OUT = 500
 ROW = "row"
 """The key of a group's `group_overrides` under which the live page shows what the data says; no trainer reads it."""
@@ -156,16 +158,35 @@ class ShuffledEpochs(Generic[T]):
 
 def load_questions(source: str | Path, split: Split) -> list[Question]:
     """Return all questions of `source` in its order: a path, or the name of a Hugging Face data set."""
-    tables = load_records(source, split, columns=form_of)
-    return [question for where, records in tables for question in _collect(records, where)]
+    left_out: set[str] = set()
+
+    def choose(columns: Iterable[str]) -> tuple[str, str] | None:
+        names = list(columns)
+        left_out.update(set(OPTIONS) & set(names))
+        return form_of(names)
+
+    tables = load_records(source, split, columns=choose)
+    questions = [question for where, records in tables for question in _collect(records, where, choose)]
+    warn_of_options(source, left_out)
+    return questions
 
 
-def _collect(records: Records, where: str) -> list[Question]:
+def warn_of_options(source: str | Path, columns: Iterable[str]) -> None:
+    """Log a warning if the rows have columns with options: a model that is not shown them can only guess."""
+    for name in sorted(set(OPTIONS) & set(columns)):
+        logger.warning(
+            "%s: the model is not shown the column %s; if the questions do not name their options, write them there",
+            source,
+            name,
+        )
+
+
+def _collect(records: Records, where: str, choose: Callable[[Iterable[str]], tuple[str, str] | None]) -> list[Question]:
     """Convert numbered records to questions; records without a question or an answer are left out and counted."""
     questions: list[Question] = []
     unanswered = 0
     for number, record in records:
-        form = form_of(record) if isinstance(record, Mapping) else None
+        form = choose(record) if isinstance(record, Mapping) else None
         if form is None:
             raise DataUnusable(f"{where}{number}: it has neither {_forms()}; {_found(record)}")
         question, answer = (read_cell(record[column]) for column in form)

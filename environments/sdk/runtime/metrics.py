@@ -66,7 +66,7 @@ class EnvironmentMetrics:
         yield histogram
         for name, value in self._values().items():
             yield _BY_NAME[name].family(PREFIX, value)
-        dropped = [((reason,), float(count)) for reason, count in self.env.dropped_groups.counts.items()]
+        dropped = [((reason,), float(count)) for reason, count in dict(self.env.dropped_groups.counts).items()]
         yield _BY_NAME["groups_dropped_total"].family(PREFIX, *dropped)
         yield _BY_NAME["evaluation"].family(PREFIX, *self._evaluation())
 

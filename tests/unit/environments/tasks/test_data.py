@@ -96,6 +96,20 @@ def test_records_without_an_answer_are_left_out_and_counted(tmp_path: Path, capl
     assert "1 records without" in caplog.text
 
 
+@pytest.mark.parametrize("load", [load_questions, load_rows])
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_column_of_options_that_no_prompt_shows_is_warned_about(tmp_path: Path, caplog, load, form: str) -> None:
+    """MMLU's rows: the model was asked for the number of an option, without the options."""
+    row = {"question": "Which is even?", "choices": ["1", "2"], "answer": 1}
+    path = tmp_path / f"d.{form}"
+    if form == "jsonl":
+        write(path, row)
+    else:
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    assert [question.question for question in load(path, "train")] == ["Which is even?"]
+    assert caplog.text.count("is not shown the column choices") == 1
+
+
 @pytest.mark.parametrize("folder", [".", "~"])
 def test_a_folders_files_belong_to_the_split_their_names_tell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
