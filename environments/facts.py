@@ -39,6 +39,7 @@ from environments.sdk.tokenizer import load_tokenizer
 from environments.tasks.data import DataFields
 
 PROGRAM = "environments.facts"
+PACKAGE = Path(__file__).resolve().parent
 ROLLOUTS = ("collect_trajectories", "collect_trajectory", "collect")
 SAMPLING_NAMES = frozenset({*TRUNCATING, "temperature", "stop"})
 QUESTION, ANSWER = "What is two and two?", "Four."
@@ -135,10 +136,17 @@ def find_facts(server: str, flags: Sequence[str]) -> Facts | None:
     except AtroposError as error:
         facts.error = facts.unusable_here = str(error)
     facts.missing_files = [f"{name} {path}" for name, path in paths if path and not expand_home(str(path)).exists()]
-    # Other environments may mean something else by these settings, or make the files when they start.
-    if facts.missing_files and isinstance(command.env, DataFields):
-        facts.unusable_here = f"--env.{facts.missing_files[0]}: there is no such file or folder; correct the path"
+    # Environments of others may mean something else by these settings, or make the files when they start.
+    if isinstance(command.env, DataFields) and Path(inspect.getfile(env_cls)).is_relative_to(PACKAGE):
+        missing = [one for one in facts.missing_files if _evaluates(facts.env) or not one.startswith("val_")]
+        if missing:
+            facts.unusable_here = f"--env.{missing[0]}: there is no such file or folder; correct the path"
     return facts
+
+
+def _evaluates(env: Mapping[str, Any]) -> bool:
+    wanted = env.get("steps_per_eval") or env.get("eval_at_start") or env.get("eval_at_end")
+    return bool(wanted and env.get("run_evaluation", True))
 
 
 def _server_facts(server: APIServerConfig) -> dict[str, Any]:

@@ -130,13 +130,12 @@ class PostStep:
 
         Nothing is committed: the broker may be gone. A disk that is full hides no other error.
         """
-        if not _ends_batches(error):
-            return
+        if not _ends_batches(error) or self._learner.ranks.world_size > 1:
+            return  # of several ranks the others have ended, and each has a part
         with suppress(AtroposError):
             self.join()  # a publish reads the weights
-        step = self._progress.step
-        if not step or self._progress.checkpointed == step or self._learner.ranks.world_size > 1:
-            return  # of several ranks the others have ended, and each has a part
+        if self._progress.step in (0, self._progress.checkpointed):
+            return
         try:
             self._save(self._state(), self._random or random_state(), self._learner.objective.state())
         except CheckpointError as refused:

@@ -132,7 +132,7 @@ def _is_there(path: str) -> bool:
 def _is_of(path: Path, server_url: str | None) -> bool:
     try:
         return urlsplit(load_manifest(path).url).port == urlsplit(server_url or "").port
-    except (ManifestMissing, ManifestStale):
+    except (ManifestMissing, ManifestStale, ManifestUnsafe):  # one that is chosen in the end is checked again
         return False
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vllm.lora.ops.torch_ops import lora_ops
 
 from example_trainer.serving.vllm.cpu_adapters import OPERATIONS
-
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
 ROWS, SLOTS, IN, OUT, PADDED = 6, 3, 4, 5, 8
 FURTHER = {
@@ -31,7 +28,10 @@ def operands(slots, *, dtype=torch.float32, dimensions=3):
 @pytest.mark.parametrize("dimensions", [3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "more"), CASES)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in vLLM's imports
 def test_the_products_are_those_of_vllms_own_operations(name, more, slots, dimensions, dtype):
+    from vllm.lora.ops.torch_ops import lora_ops
+
     values = operands(slots, dtype=dtype, dimensions=dimensions)
     expected = values[2].clone()
     getattr(lora_ops, name)(values[0], values[1], expected, values[3], *more)

@@ -265,6 +265,8 @@ def test_a_store_that_is_closed_just_as_a_sync_becomes_due_is_closed(tmp_path, m
 
     monkeypatch.setattr(ledger.written, "clear", clear_after_close_has_begun)
     ledger.probe()
-    time.sleep(2 * both_set)
-    closing.join(5)
+    deadline = time.monotonic() + 10
+    while closing.ident is None and time.monotonic() < deadline:
+        time.sleep(both_set)
+    closing.join(10)
     assert not closing.is_alive()
