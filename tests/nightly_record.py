@@ -87,9 +87,15 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
-            outcome = "error" if report.outcome == "failed" and report.when != "call" else report.outcome
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
-            self._record.add({"test": report.nodeid, "outcome": outcome, "reason": reason.removeprefix("Skipped: ")})
+            self._add(report, "error" if report.outcome == "failed" and report.when != "call" else report.outcome)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.outcome != "passed":  # a module that is skipped as a whole, or cannot be imported
+            self._add(report, "error" if report.outcome == "failed" else report.outcome)
+
+    def _add(self, report: pytest.TestReport | pytest.CollectReport, outcome: str) -> None:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+        self._record.add({"test": report.nodeid, "outcome": outcome, "reason": reason.removeprefix("Skipped: ")})
 
 
 class LeaveOut:

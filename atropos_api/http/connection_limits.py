@@ -1,7 +1,7 @@
 """Limits on connections: on their number, on the size of headers, and on the time for which they may stall.
 
 uvicorn waits without limit for the rest of a request and for a peer to read the answer. `GuardedProtocol` records what
-each connection waits for, and `sweep`, called twice a second over all connections, closes those that waited too long.
+each connection waits for, and `sweep`, called once a second over all connections, closes those that waited too long.
 So no request needs a timer of its own.
 """
 

@@ -40,6 +40,9 @@ from environments.rewards.protocol import (
     length_of,
 )
 
+_CALCULATION = re.compile(r"\d\s*(?:[-+*/×·÷x]|\\(?:times|cdot|div)(?![a-zA-Z]))\s*\\?\$?\d|\\[dt]?frac")
+"""A calculation, whose result stands after the `=`; before it there may be the number itself, as in `2 h = 120 min`."""
+
 
 class MathReward(ABC):
     """A reward that compares answers. Several may share one `verifier`; without one each makes its own."""
@@ -167,8 +170,9 @@ def marked_number(text: str) -> Fraction | None:
         marked = last_boxed(text if marked is None else marked)
     if marked is None:
         return None
-    result = first_number(marked.rpartition("=")[2])
-    return first_number(marked) if result is None else result
+    calculation, _, result = marked.rpartition("=")
+    found = first_number(result) if _CALCULATION.search(calculation) else None
+    return first_number(marked) if found is None else found
 
 
 def _gold_number(truth: str) -> Fraction:

@@ -53,17 +53,19 @@ _UNIT = re.compile(
     r"|(?:km|m|ft|mi)\s?/\s?(?:hr|h|min|sec|s))\.?$"
 )
 """A unit with a power or a slash at the end; math-verify knows the others."""
-_RAISED_UNIT = re.compile(r"(?<=\d)\s{0,4}(?:[cdkm]?m|in|ft|yd|mi|[a-zA-Z]{3,20})[²³]\.?$")
+_RAISED_UNIT = re.compile(r"(?<=\d)\s{0,4}(?:[a-zA-Z]{1,3}[ ·]){0,2}(?:[cdkm]?m|in|ft|yd|mi|[a-zA-Z]{3,20})[²³]\.?$")
 _RAISED = re.compile(r"(?<=[\w)}\]])[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,20}")
 """A power in raised digits, of which math-verify would read only the base."""
 _FACTOR = re.compile(
-    r"(?<![\w.^\\])(?:\d{1,20}(?:\.\d{1,20})?|\(-?\d{1,20}(?:\.\d{1,20})?\))(?=\s{0,4}(?:\\left\s?)?\(\s?[-\d\\])",
+    r"(?:(?<![\w.^\\])\d{1,20}(?:\.\d{1,20})?|(?<![a-zA-Z_.^\\])\(-?\d{1,20}(?:\.\d{1,20})?\))"
+    r"(?=\s{0,4}(?:\\left\s?)?\(\s?[-\d\\])",
     re.ASCII,
 )
 """A number before a bracket, which math-verify would read as a mixed number: `2(3)` as 5."""
 _WORDS = r"\\(?:text(?:bf|rm|it)?|mbox|math(?:rm|bf|it))\s{0,4}\{"
 _WORDS_PART = re.compile(rf"{_WORDS}(?![\s,]*(?:and|or)\s*\}})[^{{}}]*\}}")
 _JOINT = re.compile(rf"(?<=[\d}}])(\s*{_WORDS}[^{{}}]*\}})(?=\s*(?:\d|\\[dt]?frac|[a-zA-Z]\s?=))")
+_AND = re.compile(rf"({_WORDS}[^{{}}]*?)[\s,]+and\s*\}}")
 _UNITS = re.compile(rf"(?:{_WORDS}[^{{}}]*\}}|\^(?:\d|\{{-?\d\}})|_\d|\\(?:cdot|times)(?![a-zA-Z])|\\[,;:! ]|[\s/*.])+")
 _PERCENT = re.compile(rf"(?<=\d)\s*{_WORDS}\s*percent\s*\}}")
 _ROMAN = re.compile(r"(?<![_a-zA-Z])\\mathrm\s?\{([ei])\}|(?<=_\{)\\(?:mathrm|text)\s?\{([a-zA-Z])\}(?=\})")
@@ -101,6 +103,7 @@ _QUALIFIED = re.compile(
     re.IGNORECASE,
 )
 """Words next to a number that make it another one, a bound, or a denial."""
+_NUMERAL = re.compile(r"\d[\d.,]*")
 
 
 def main() -> None:
@@ -195,7 +198,8 @@ def words_agree(gold: str, answer: str) -> bool:
         found = [words[1].lower() for text in (gold, answer) if (words := pattern.search(text.strip()))]
         if len(set(found)) > 1:
             return False
-    return bool(_QUALIFIED.search(gold)) or not _QUALIFIED.search(answer)
+    # In a sentence with several numbers the word may be beside another one: `the square root of 25 is 5`.
+    return len(_NUMERAL.findall(answer)) != 1 or not _QUALIFIED.search(answer) or bool(_QUALIFIED.search(gold))
 
 
 def name(text: str) -> str:
@@ -206,6 +210,8 @@ def name(text: str) -> str:
     found = _NAME.fullmatch(text.strip())
     words = re.split("[ '-]+", found[1]) if found else []
     letters = "".join(words)
+    if max(map(len, words), default=0) < 3:  # `ad-bc`
+        return ""
     if len(letters) < (4 if letters.islower() else 3) or any(_MATH_WORDS.fullmatch(word.lower()) for word in words):
         return ""
     return " ".join(words).lower()
@@ -239,7 +245,7 @@ def expressions(text: str) -> tuple[Any, ...]:
     bare = not any(delimiter in text for delimiter in DELIMITERS)
     normalized = LatexExtractionConfig().normalization_config
     if bare and goes_on(text):
-        text, normalized = _JOINT.sub(r"\1,", text), replace(normalized, units=False)
+        text, normalized = _JOINT.sub(r"\1,", _AND.sub(r"\1}", text)), replace(normalized, units=False)
         text = _LAST_UNIT.sub("", text) if "=" in text else text
     latex = parse(
         f"\\boxed{{{text}}}" if bare else text,

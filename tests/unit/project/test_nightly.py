@@ -74,7 +74,7 @@ def test_three(): pass
 """
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["one-process", "xdist"])
+@pytest.mark.parametrize("workers", [(), ("-p", "xdist.plugin", "-n", "1")], ids=["one-process", "xdist"])
 def test_a_second_call_at_the_same_commit_runs_what_has_not_passed(tmp_path: Path, workers: tuple[str, ...]) -> None:
     (tmp_path / "test_three.py").write_text(THREE_TESTS)
     path = tmp_path / "record.jsonl"
@@ -82,10 +82,9 @@ def test_a_second_call_at_the_same_commit_runs_what_has_not_passed(tmp_path: Pat
     def call(**environ: str) -> Record:
         Record(path, "3f2a")
         command = [sys.executable, "-m", "pytest", "-p", "tests.nightly_record", "--record", str(path), *workers]
-        subprocess.run(
-            [*command, "--rootdir", str(tmp_path), str(tmp_path / "test_three.py")],
-            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)} | environ, stdout=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
+        command += ["--rootdir", str(tmp_path), str(tmp_path / "test_three.py")]
+        own = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        subprocess.run(command, cwd=tmp_path, env=os.environ | own | environ, stdout=subprocess.DEVNULL, check=False)
         return Record(path, "3f2a")
 
     assert call().counts == {"passed": 1, "failed": 1, "skipped": 1}

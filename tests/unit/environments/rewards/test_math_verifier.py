@@ -199,6 +199,30 @@ def test_other_values_and_lists_of_guesses_are_wrong(verifier, gold, answer):
 @pytest.mark.parametrize(
     ("gold", "answer"),
     [
+        ("6", "The number of divisors of 12 is $6$"),
+        ("5", "The square root of 25 is $5$."),
+        ("63", "The answer is $63$, not 62"),
+        ("63", "The sum of the multiples of 3 below 20 is $63$."),
+        (r"\frac{3}{4}", r"The probability that it is at least 2 is $\frac{3}{4}$"),
+        (r"\frac{3}{4}", r"P(\text{at least } 2) = \frac{3}{4}"),
+        ("100", r"100\text{ multiples of 5}"),
+        ("5", "half of 10 = 5"),
+        ("ax-by", "xa-yb"),
+        ("AB-CD", "AB - DC"),
+        ("6", "2(1)(3)"),
+        ("24", "2(3)(4)"),
+        (r"2\text{ hours }30\text{ minutes}", r"2\text{ hours and }30\text{ minutes}"),
+        (r"5\text{ cm}, 6\text{ cm}", r"5 \text{ cm and } 6 \text{ cm}"),
+        ("5", "5 kg m²"),
+    ],
+)
+def test_words_beside_another_number_and_forms_of_a_product_make_no_right_answer_wrong(verifier, gold, answer):
+    assert verifier.judge(gold, answer).outcome is Outcome.CORRECT
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
         ("ACB", "ABC"),
         (r"\text{HTH}", "THH"),
         ("A beats B", "B beats A"),
@@ -210,6 +234,7 @@ def test_other_values_and_lists_of_guesses_are_wrong(verifier, gold, answer):
         ("5", r"5\text{ dozen}"),
         ("5", "5 sixths"),
         ("0", r"\text{all real numbers except } 0"),
+        ("ad-bc", "ad bc"),
     ],
 )
 def test_the_words_of_an_answer_count_as_well_as_its_numbers(verifier, gold, answer):

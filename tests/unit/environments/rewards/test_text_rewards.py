@@ -125,6 +125,8 @@ def test_gsm8k_scores_right_marked_and_unmarked_answers():
     assert reward.score("#### 5 + 3 = 8", "8").correct
     assert reward.score(r"\boxed{2 \times 9 = 18}", "2").correct is False
     assert reward.score("#### 8 =", "8").correct
+    for marked in ("120 minutes = 2 hours", "$120 = 200 - 80", "120 (x = 3)", r"\boxed{120 \text{ when } n = 5}"):
+        assert reward.score(f"#### {marked}", "120").correct, marked
     assert reward.score("", "4").score == 0.0
     assert reward.range == (0.0, 1.0)
 

@@ -1,6 +1,7 @@
 """Agents that use a session by HTTP leave exact sequences in their rollout, while it lasts."""
 
 import json
+import socket
 
 import anyio
 import httpx
@@ -122,6 +123,15 @@ async def test_a_port_that_is_taken_is_reported_with_the_flag_that_chooses_anoth
                 pass
 
 
+def is_free(port):
+    with socket.socket() as other:
+        try:
+            other.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
 async def test_a_rollout_that_is_cancelled_while_sessions_begin_to_be_served_does_not_keep_the_port(
     make_manager, unused_port
 ):
@@ -133,7 +143,8 @@ async def test_a_rollout_that_is_cancelled_while_sessions_begin_to_be_served_doe
 
     async with anyio.create_task_group() as rollouts:
         rollouts.start_soon(open_one)
-        await anyio.lowlevel.checkpoint()  # it has bound the port
+        while is_free(unused_port):
+            await anyio.lowlevel.checkpoint()
         rollouts.cancel_scope.cancel()
     async with manager.managed_server(use_proxy=True) as session:
         assert session.get_url().startswith(f"http://127.0.0.1:{unused_port}/")
