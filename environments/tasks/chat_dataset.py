@@ -77,7 +77,7 @@ class PromptEmpty(DataUnusable):
 
 def load_rows(source: str | Path, split: Split, *, prompt_column: str | None = None) -> list[Question]:
     """Return all rows of `source` in its order: a path, or the name of a Hugging Face data set."""
-    rows: list[Question] = []
+    rows: list[Row] = []
     empty = 0
     for where, records in load_records(source, split, columns=lambda _: None):
         for number, record in records:
@@ -90,7 +90,7 @@ def load_rows(source: str | Path, split: Split, *, prompt_column: str | None = N
     if empty:
         logger.warning("%s: %d rows whose prompt is empty are left out", source, empty)
     warn_of_options(source, (name for name, value in rows[0].columns.items() if value))
-    return rows
+    return list(rows)
 
 
 def make_row(record: Any, where: str, prompt_column: str | None = None) -> Row:
