@@ -239,6 +239,15 @@ def test_a_path_with_nothing_at_it_is_told_in_place_of_an_empty_page(tmp_path: P
         main.run(["view", str(tmp_path / "missing"), *flags])
 
 
+@pytest.fixture
+def hangup_is_not_ignored() -> Iterator[None]:
+    """Undo what `nohup` asks for, if the tests themselves run under it."""
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, former)
+
+
+@pytest.mark.usefixtures("hangup_is_not_ignored")
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_command_prints_its_address_and_leaves_nothing_when_it_is_stopped(
     run: tuple[Path, str], tmp_path: Path, end: signal.Signals
