@@ -54,6 +54,7 @@ _UNIT = re.compile(
 )
 """A unit with a power or a slash at the end; math-verify knows the others."""
 _RAISED_UNIT = re.compile(r"(?<=\d)\s{0,4}(?:[a-zA-Z]{1,3}[ ·]){0,2}(?:[cdkm]?m|in|ft|yd|mi|[a-zA-Z]{3,20})[²³]\.?$")
+"""A unit whose power is a raised digit, at the end: `5 m²`, `5 kg m²`."""
 _RAISED = re.compile(r"(?<=[\w)}\]])[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,20}")
 """A power in raised digits, of which math-verify would read only the base."""
 _FACTOR = re.compile(
@@ -63,19 +64,28 @@ _FACTOR = re.compile(
 )
 """A number before a bracket, which math-verify would read as a mixed number: `2(3)` as 5."""
 _WORDS = r"\\(?:text(?:bf|rm|it)?|mbox|math(?:rm|bf|it))\s{0,4}\{"
+"""The beginning of a group of upright text."""
 _WORDS_PART = re.compile(rf"{_WORDS}(?![\s,]*(?:and|or)\s*\}})[^{{}}]*\}}")
+"""Such a group, unless it only joins two answers."""
 _JOINT = re.compile(rf"(?<=[\d}}])(\s*{_WORDS}[^{{}}]*\}})(?=\s*(?:\d|\\[dt]?frac|[a-zA-Z]\s?=))")
+"""A unit after which another quantity follows, as after `5\\text{ feet }` in feet and inches."""
 _AND = re.compile(rf"({_WORDS}[^{{}}]*?)[\s,]+and\s*\}}")
+"""The "and" at the end of such a unit, which math-verify would make a comma inside the group."""
 _UNITS = re.compile(rf"(?:{_WORDS}[^{{}}]*\}}|\^(?:\d|\{{-?\d\}})|_\d|\\(?:cdot|times)(?![a-zA-Z])|\\[,;:! ]|[\s/*.])+")
+"""All that may follow a number as its unit, in any form."""
 _PERCENT = re.compile(rf"(?<=\d)\s*{_WORDS}\s*percent\s*\}}")
+"""The word, for the sign."""
 _ROMAN = re.compile(r"(?<![_a-zA-Z])\\mathrm\s?\{([ei])\}|(?<=_\{)\\(?:mathrm|text)\s?\{([a-zA-Z])\}(?=\})")
+"""Upright constants and subscripts of one letter, which are letters and no units."""
 _LAST_UNIT = re.compile(rf"(?<=[\d}}])\s*{_WORDS}[^{{}}\d]*\}}(?:\^\d|\^\{{\d\}})?$")
+"""A unit in upright text at the end of an equation."""
 _PERIOD = re.compile(r"(?<=[^.\s])\.$")
 _SPACING = re.compile(r"\\(?:[,;:!]|q?quad\b|displaystyle\b|hspace\*?\{[^{}]*\})|(?<!\\)~")
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]))")
 _TEXT = re.compile(rf"{_WORDS}([^{{}}\\]*\d[^{{}}\\]*)\}}")
 _WRAPPED = re.compile(r"\$\$([^$]*)\$\$|\$([^$]*)\$|\\\(((?:(?!\\\)).)*)\\\)|\\\[((?:(?!\\\]).)*)\\\]", re.DOTALL)
 _EMPHASIS = re.compile(r"(\*{1,3}|`)([^*`]+)\1")
+"""Markdown around a whole answer."""
 _ABOUT = re.compile(r"\\approx(?![a-zA-Z])|≈")
 _INTRODUCED = re.compile(r"^(?:=(?!=)|:(?![:=])|\\approx(?![a-zA-Z])|≈|\\therefore(?![a-zA-Z]))\s*")
 
@@ -93,8 +103,11 @@ _MATH_WORDS = re.compile(
     r"thirds?|fourths?|quarters?|fifths?|tenths?|hundredths?|times|between|and"
 )
 _NAME = re.compile(rf"(?:{_WORDS})?\s*([^\W\d_]+(?:[ '-]+[^\W\d_]+)*)[\s.]*\}}?[\s.]*")
+"""An answer of letters alone: a name, a choice, a word."""
 _LABEL = re.compile(rf"^(?:{_WORDS})?\s*(?!(?:Minus|Negative)\b)([A-Z][a-z]{{2,20}})[\s}}.~]+\d")
+"""The word that begins an answer with a number, such as a month."""
 _HALF_DAY = re.compile(rf"\d[\s}}\\!,;:~]*(?:{_WORDS}\s*)?([ap])\.?\s?m\b", re.IGNORECASE)
+"""The a or p of a.m. and p.m."""
 _QUALIFIED = re.compile(
     r"\b(?:not|never|least|most|than|under|below|above|exceed(?:s|ing)?|twice|double|triple|except|divisible by"
     r"|(?:multiples?|factors?|divisors?|powers?|half|squares?|cubes?|roots?) of)[\s}$\\(]{0,9}\d"

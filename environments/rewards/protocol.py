@@ -177,7 +177,7 @@ def gold_of(sample: Sample) -> str:
     if not isinstance(sample, str):
         for key in GOLD_KEYS:
             if sample.get(key) is not None:
-                return _reference_text(sample[key])
+                return reference_text(sample[key])
     raise SampleIncomplete(f"a sample has none of {', '.join(GOLD_KEYS)} as reference; its keys are {_keys(sample)}")
 
 
@@ -204,7 +204,7 @@ def _text_of(content: Any) -> str:
     return ""
 
 
-def _reference_text(value: Any) -> str:
+def reference_text(value: Any) -> str:
     """Return a reference as text: of a chat its last message, of a list its items joined by commas."""
     if not isinstance(value, list | tuple):
         return str(value)

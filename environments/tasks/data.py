@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, Field
 
 from atropos_api.common.files import expand_home
+from environments.rewards.protocol import reference_text
 from environments.tasks.records import (
     DataUnusable,
     Records,
@@ -227,14 +228,8 @@ def is_missing(value: Any) -> bool:
 
 
 def read_cell(value: Any) -> str:
-    """Return a cell as text: for a chat its last message, for a list its items joined by commas."""
-    if is_missing(value):
-        return ""
-    if isinstance(value, list):
-        if value and isinstance(value[-1], Mapping):
-            return str(value[-1].get("content", ""))
-        return ", ".join(map(str, value))
-    return str(value)
+    """Return a cell as text, as a reward reads a reference; "" for one without a value."""
+    return "" if is_missing(value) else reference_text(value)
 
 
 def _forms() -> str:

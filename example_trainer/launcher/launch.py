@@ -377,7 +377,7 @@ def plan_launch(settings: RunSettings) -> Launch:
     if "atropos_url" not in config.model_fields_set:  # else other environments may fill a batch
         require_fillable(settings.environments, settings.flags["env"].values, config.sequences_per_batch)
     run = plan_run_dir(config.run_dir, name=config.name, log_dir=config.log_dir, resume=config.resume is not None)
-    refuse_foreign_directory(run.root)
+    refuse_foreign_directory(run)
     if config.resume is None:
         flag = "--run-dir" if config.save_path is None else "--save-path"
         refuse_other_checkpoints(config.save_path or run.root, flag)

@@ -15,11 +15,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from example_trainer.launcher.run_dir import RunDirectoryInUse, find_checkpoint, reporting_flag
+from example_trainer.launcher.run_dir import RunDir, RunDirectoryInUse, find_checkpoint, reporting_flag
 from example_trainer.processes.tree import MARK_VARIABLE
 
 LOCK_NAME = "run.lock"
-CONFIG_NAME, METRICS_NAME = "config.json", "metrics.jsonl"
 
 
 @contextmanager
@@ -37,19 +36,19 @@ def locked(places: Mapping[str, Path | None]) -> Iterator[None]:
         yield
 
 
-def refuse_foreign_directory(root: Path) -> None:
+def refuse_foreign_directory(run: RunDir) -> None:
     """Raise `RunDirectoryInUse` if the directory holds a `config.json` that is not a run's: the run's would replace it.
 
     It is then most likely a model. Other files are accepted: a batch script or a shell makes some before the run
     begins, as `> RUN/launch.log` does.
     """
-    with reporting_flag(root, "--run-dir"):
-        names = {path.name for path in root.iterdir()} if root.exists() else set()
-    if CONFIG_NAME not in names or names & {LOCK_NAME, METRICS_NAME} or find_checkpoint(root) is not None:
+    with reporting_flag(run.root, "--run-dir"):
+        is_known = (run.root / LOCK_NAME).exists() or run.metrics.exists() or not run.record.exists()
+    if is_known or find_checkpoint(run.root) is not None:
         return
     raise RunDirectoryInUse(
-        f"--run-dir {root} holds a {CONFIG_NAME}, but no run, so it may be a model; name a new directory, or an empty "
-        "one"
+        f"--run-dir {run.root} holds a {run.record.name}, but no run, so it may be a model; name a new directory, or "
+        "an empty one"
     )
 
 

@@ -123,7 +123,7 @@ def gather(argv: Sequence[str]) -> tuple[RequestedRun, list[Finding]]:
 def _run_dir(config: RunConfig, found: list[Finding]) -> RunDir:
     try:
         run = plan_run_dir(config.run_dir, name=config.name, log_dir=config.log_dir, resume=config.resume is not None)
-        refuse_foreign_directory(run.root)
+        refuse_foreign_directory(run)
         return run
     except TrainerError as refused:
         text, _, advice = str(refused).partition("; ")
