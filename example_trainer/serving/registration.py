@@ -31,10 +31,13 @@ from example_trainer.serving.config import RegistrationIdentity
 logger = logging.getLogger(__name__)
 
 RENEWED_SHARE = 0.4
-"""The part of a lease after which it is renewed: one renewal may be lost."""
+"""The part of a lease after which it is renewed."""
 
-LOST_SHARE = 0.3
-"""The part of a lease after which an answer counts as lost; a second at least."""
+LATE_SHARE = 0.1
+"""The part of a lease by which an answer may be late before it counts as lost; as much is kept for one more renewal."""
+
+ANSWER_SECONDS = 3.0
+"""Time for an answer that need not wait for a change."""
 
 RETRY_SECONDS = 0.5
 LEAVE_SECONDS = 1.0
@@ -153,14 +156,16 @@ class Registration:
         if not await self._engine_answers():
             return self._note_failure(f"vLLM's engine has not answered for {PATIENCE_SECONDS:g} s")
         sent = self._clock()
-        wait_seconds = RENEWED_SHARE * self._lease_seconds if self.state is not None else 0.0
+        wait_seconds = self._wait_seconds(sent)
+        late_seconds = LATE_SHARE * self._lease_seconds if wait_seconds else ANSWER_SECONDS
         try:
-            async with asyncio.timeout(wait_seconds + max(1.0, LOST_SHARE * self._lease_seconds)):
+            async with asyncio.timeout(wait_seconds + late_seconds):
                 lease = await self._broker.renew_server(
                     self.identity.server_id, self._report(), state=self.state, wait_seconds=wait_seconds
                 )
         except TimeoutError:
-            return self._note_failure("the broker does not answer")
+            self._note_failure("the broker does not answer")
+            return 0.0
         except (BrokerUnreachable, BrokerHostUnknown) as error:
             return self._note_failure(str(error))
         except BrokerRefused as error:
@@ -183,6 +188,16 @@ class Registration:
         with suppress(TimeoutError, BrokerUnreachable, BrokerHostUnknown, BrokerRefused):
             async with asyncio.timeout(LEAVE_SECONDS):
                 await self._broker.remove_server(self.identity.server_id, lease_id=self.lease_id)
+
+    def _wait_seconds(self, now: float) -> float:
+        """Return how long a renewal may wait for a change, so that if it is lost, one more has the time.
+
+        The lease is as old then as the renewal before it has waited. After a failure there is no time to wait.
+        """
+        if self.state is None or self._failure:
+            return 0.0
+        left = self._lease_ends - now - 2 * LATE_SHARE * self._lease_seconds
+        return max(0.0, min(left, RENEWED_SHARE * self._lease_seconds))
 
     def _adopt(self, lease: ServerLease, sent: float) -> None:
         self._failure = ""

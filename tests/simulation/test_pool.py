@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import selectors
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from environments.sdk.inference.retries import ServerChannel
 from environments.sdk.server_manager import ServerManager
 
 from .oracle import PromiseBroken
+from .simulated_loop import SimulatedLoop
 
 REQUESTS = int(os.environ.get("ATROPOS_SIMULATION_EVENTS", "100000")) // 10
 NAMES = ("one", "two", "three")
@@ -38,29 +38,6 @@ MOST_WAIT_SECONDS = 10.0
 """Time after which a request must have been answered if a server was up all the time."""
 MOST_IDLE_SECONDS = 10.0
 """Time after which a server that is up again must have been tried: it is avoided for five seconds at most."""
-
-
-class SimulatedLoop(asyncio.SelectorEventLoop):
-    """An event loop in which waiting takes no time."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        super().__init__(_Waiting(self))
-
-    def time(self) -> float:
-        return self.now
-
-
-class _Waiting(selectors.SelectSelector):
-    def __init__(self, loop: SimulatedLoop) -> None:
-        super().__init__()
-        self._loop = loop
-
-    def select(self, timeout: float | None = None) -> Any:
-        if timeout is None:
-            raise PromiseBroken("all wait for something that nothing will bring about")
-        self._loop.now += max(0.0, timeout)
-        return super().select(0)
 
 
 @dataclass
