@@ -56,6 +56,10 @@ OBSERVE_INTERVAL_SECONDS = 1.0
 LEAST_FREE_BYTES = 64 * 1024
 """Free space on a disk, at which programs that write to it fail."""
 
+_COMPILING = ("torch/_inductor", "cdll.LoadLibrary")
+"""Words of torch's compile workers, and of the process in which it loads a first library: on a busy machine either runs
+for longer than a process has to be settled."""
+
 # A child's own process that has run this long is needed by the child, so its end is a failure.
 SETTLED_AFTER_SECONDS = 3.0
 
@@ -233,10 +237,13 @@ class Supervisor:
         # The number of one that has ended may be another process's by now.
         present = set() if child.exit_code is not None else set(descendants(child.process.pid, table))
         for process in filter(None, map(open_process, present - known)):
-            child.descendants[process] = Descendant(seen_at=now, title="", is_short_task=_is_short_task(process, child))
-        for process in list(child.descendants):
+            child.descendants[process] = Descendant(seen_at=now)
+        for process, seen in list(child.descendants.items()):
             if is_alive(process):
-                child.descendants[process].title = describe(process)
+                # Each time: before its exec a process has its parent's command.
+                is_short_task = _is_short_task(process, child)
+                seen.title = describe(process)
+                seen.is_short_task = seen.is_short_task if is_short_task is None else is_short_task
                 continue
             ended = child.descendants.pop(process)
             settled = now - ended.seen_at >= SETTLED_AFTER_SECONDS and not ended.is_short_task
@@ -258,12 +265,19 @@ class Supervisor:
         reap_adopted([*(child.process.pid for child in self), *guardian], table)
 
 
-def _is_short_task(process: psutil.Process, child: Child) -> bool:
+def _is_short_task(process: psutil.Process, child: Child) -> bool | None:
+    """Return True for another program, and for those in Python by which torch compiles and tries what it compiled.
+
+    None if the process does not tell: it may be ending.
+    """
     try:
-        compiles = any("torch/_inductor" in word for word in process.cmdline())
-        return compiles or bool(process.exe() != child.handle.exe())
+        # Asked anew: psutil keeps the first answer, which is the parent's program before an exec.
+        program, command = psutil.Process(process.pid).exe(), process.cmdline()
     except psutil.Error:
-        return True
+        return None
+    if not program:
+        return None
+    return program != child.handle.exe() or any(part in word for word in command for part in _COMPILING)
 
 
 def _refusal(child: SupervisedProgram) -> str:

@@ -92,8 +92,8 @@ class Descendant:
     """A process that a child started."""
 
     seen_at: float
-    title: str
-    is_short_task: bool
+    title: str = ""
+    is_short_task: bool = True
     """True for another program, such as a compiler, which may run long and then exit."""
 
 

@@ -148,6 +148,26 @@ time.sleep(600)
         time.sleep(0.05)
 
 
+TRIES_A_LIBRARY = "import time; from ctypes import cdll; cdll.LoadLibrary('libc.so.6'); time.sleep(1.6)"
+COMPILES = "import os, time; time.sleep(1.3); os.execvp('sleep', ['sleep', '1.3'])"
+
+
+@pytest.mark.parametrize("task", [TRIES_A_LIBRARY, COMPILES])
+def test_a_process_by_which_torch_compiles_may_be_slow_and_end(
+    task: str, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine such a process of a trainer in 4 bits ran for over three seconds, and its end ended the run."""
+    monkeypatch.setattr("example_trainer.launcher.supervisor.SETTLED_AFTER_SECONDS", 1.0)
+    monkeypatch.setattr("example_trainer.processes.child.LOST_PROCESS_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("example_trainer.launcher.supervisor.OBSERVE_INTERVAL_SECONDS", 0.2)
+    trainer = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {task!r}]); time.sleep(600)"
+    supervisor.start(python("trainer", trainer))
+    until = time.monotonic() + 4.0
+    while time.monotonic() < until:
+        assert supervisor.failed() == []
+        time.sleep(0.05)
+
+
 def test_closing_ends_no_process_of_another_that_has_the_number_of_an_ended_child(tmp_path: Path) -> None:
     started = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).wait()"
     other = subprocess.Popen((sys.executable, "-c", started))
