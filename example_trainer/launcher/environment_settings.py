@@ -124,7 +124,8 @@ def _server_of(
     server = flags.get("server") or in_file or (preset.server if preset is not None else None)
     if not isinstance(server, str):
         raise ConfigError(
-            f"{name} names no environment server; give its file or module as env.server in it or with --env.server"
+            f"{name} names no environment server; give its file or module as env.server in the run file, or as "
+            "--env.server"
         )
     return server, in_file if isinstance(in_file, str) else None
 

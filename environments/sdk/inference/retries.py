@@ -10,6 +10,7 @@ each time, also while all others are out. Calls to the broker are repeated as `a
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,9 @@ FIRST_AVOIDED_SECONDS, LONGEST_AVOIDED_SECONDS = 0.5, 5.0
 FAILOVER_CHECK_SECONDS = 0.5
 RETRIED_STATUSES = frozenset({429, 500, 502, 503, 504})
 SERVER_ERROR_ATTEMPTS = 3  # a repeated 500 is caused by the request, not by an outage
+
+DEBUG_REQUESTS = "ATROPOS_DEBUG_REQUESTS"
+"""The variable by which Atropos, with the value 1, logs the requests to inference servers."""
 
 Outcome = Response | OSError
 
@@ -86,6 +90,7 @@ class ServerChannel:
         self._recovered: anyio.Event | None = None
         self._avoided_seconds = 0.0
         self._avoided_until = 0.0
+        self._logs_requests = os.environ.get(DEBUG_REQUESTS) == "1"
         self.host_is_known = False
         """True once the server has answered, and from the start if it is a registered one: its name is right, so a
         lookup that fails is an outage."""
@@ -228,6 +233,8 @@ class ServerChannel:
 
     async def _attempt(self, call: _Call) -> Outcome:
         call.attempts += 1
+        if self._logs_requests:
+            logger.info("request %s %s %s", call.method, call.url, (call.body or b"").decode("utf-8", "replace"))
         try:
             outcome = await self._send(call)
         except OSError as error:  # a timeout is an OSError, too

@@ -199,7 +199,7 @@ def test_mistakes_on_the_command_line_are_reported_with_the_remedy(argv: list[st
         ("environments: [{file: f.py, openai: 7}]\ntrainer: {model_name: m}\n", "section 'environments' takes"),
         ("trainer: {model_name: m}\nmodes: {shared_vllm: [1]}\n", "section 'modes' takes settings by weight bridge"),
         ("trainer: {model_name: m}\nmodes: [1]\n", "section 'modes' takes settings by weight bridge mode, got [1]"),
-        ("trainer: {model_name: m}\nenv: {group_size: 3}\n", "names no environment server"),
+        ("trainer: {model_name: m}\nenv: {group_size: 3}\n", "env.server in the run file, or as --env.server"),
         ("environments: [{file: f.py, evn: {}}]\ntrainer: {model_name: m}\n", "'evn' in entry 1, did you mean env?"),
         ("environments: [{file: f.py}, {group_size: 4}]\ntrainer: {model_name: m}\n", "belong under env"),
         ("trainer: {model_name: m}\nmodes: {lora_onli: {lr: 1}}\n", "mode 'lora_onli', did you mean lora_only?"),

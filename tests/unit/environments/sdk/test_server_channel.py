@@ -107,6 +107,19 @@ async def test_a_name_server_that_fails_while_a_run_is_in_progress_is_an_outage(
     assert await line.post("http://of-a-pod.test:9001/generate", b"{}", "train") == b"2"
 
 
+@pytest.mark.parametrize(("value", "logged"), [("1", True), ("0", False), (None, False)])
+async def test_each_attempt_of_a_request_is_logged_if_atropos_variable_asks_for_it(value, logged, caplog, monkeypatch):
+    monkeypatch.delenv("ATROPOS_DEBUG_REQUESTS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("ATROPOS_DEBUG_REQUESTS", value)
+    with caplog.at_level("INFO"):
+        line = channel(Scripted(Response(503, b"")), api_key="s3cret-key")
+        await line.post(URL, b'{"prompt": {"prompt_token_ids": [5, 7]}}', "train")
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request ")]
+    assert lines == [f'request POST {URL} {{"prompt": {{"prompt_token_ids": [5, 7]}}}}'] * (2 if logged else 0)
+    assert "s3cret-key" not in caplog.text
+
+
 async def test_evaluation_has_its_own_limit():
     transport = Scripted(seconds=0.02)
     line = channel(transport, num_max_requests_at_once=3, num_requests_for_eval=2)
