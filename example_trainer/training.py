@@ -1,9 +1,10 @@
 """Training on one batch: forward and backward over micro-batches, optimizer steps, and metrics.
 
 Denominators are those of the whole optimizer step, so that splitting it into micro-batches, or over ranks, changes
-nothing. A step whose loss or gradient is not finite leaves the weights unchanged and is counted. A batch from which
-nothing can be learnt is skipped without forward, backward or optimizer step. In float16 the loss is scaled
-(`modeling.loss_scale`): a step whose gradient overflows lowers the scale instead, and is counted separately.
+nothing. A step whose loss or gradient is not finite leaves the weights unchanged and is counted; one whose gradient is
+0 leaves them unchanged too. A batch from which nothing can be learnt is skipped without forward or backward. In float16
+the loss is scaled (`modeling.loss_scale`): a step whose gradient overflows lowers the scale instead, and is counted
+separately.
 
 With several ranks each trains the groups it was given. If the weights are sharded over the ranks, every forward and
 backward needs all ranks: a rank that has run out of micro-batches takes part with an empty one.
@@ -155,14 +156,6 @@ class Learner:
     def begin(self, batch: TrainingBatch, should_stop: Callable[[], bool] = lambda: False) -> BatchTraining:
         """Divide the batch into mini-batches, and score what the objective compares with before any weight changes."""
         parts = plan_mini_batches(batch.rows, self.config.mini_batches, self.ranks.data)
-        if parts and not self._has_fresh_token(batch.targets):
-            logger.warning(
-                "batch %d is left out: each of its tokens is older than --staleness-mask %s, so only momentum and "
-                "weight decay would move the weights; raise it, or lower --vllm-restart-interval or --max-staleness",
-                batch.number,
-                self.config.staleness_mask,
-            )
-            parts = []
         targets = None
         if parts:
             own = batch.targets.to(self.policy.device)
@@ -174,14 +167,6 @@ class Learner:
             in_an_epoch=len(parts),
             should_stop=should_stop,
         )
-
-    def _has_fresh_token(self, targets: Targets) -> bool:
-        """Return True if any rank has a token that `--staleness-mask` keeps, or the loss has a term without mask."""
-        limit, settings = self.config.staleness_mask, self.objective.settings
-        has_other_terms = bool(settings.kl_coef or settings.entropy_coef or settings.distill == "forward_kl")
-        if limit is None or targets.ages is None or has_other_terms:
-            return True
-        return self.ranks.data.any(bool((targets.ages <= limit).any()))
 
     def accumulate(self, training: BatchTraining, rows: Sequence[Row]) -> Gradients:
         """Run forward and backward over one mini-batch; sum gradients over ranks and clip them. No weight changes."""
@@ -200,9 +185,16 @@ class Learner:
         return gradients
 
     def apply(self, gradients: Gradients) -> None:
-        """Take one optimizer step, unless the loss or the gradients are not finite."""
+        """Take one optimizer step, unless the loss or the gradients are not finite, or the gradients are 0."""
         if not (math.isfinite(gradients.norm) and math.isfinite(gradients.loss)):
             self._leave_out(gradients)
+            return
+        if gradients.norm == 0.0:
+            logger.warning(
+                "left out an optimizer step whose gradient is 0, so that only momentum and weight decay would move the "
+                "weights: each of its tokens has an advantage of 0 or is clipped or masked (--staleness-mask, "
+                "--off-policy-mask, --mismatch-correction)"
+            )
             return
         self._nonfinite_in_a_row = 0
         with self.policy.changing():  # a stop may end the wait for the server, and nothing may have changed then
@@ -216,7 +208,7 @@ class Learner:
     def finish(self, training: BatchTraining) -> StepResult:
         """Return the batch's metrics, and the values of its first forwards at each token."""
         done, targets = training.done, training.targets
-        result = StepResult(metrics={names.TRAIN_SKIPPED: 0.0 if done else 1.0})
+        result = StepResult(metrics={names.TRAIN_SKIPPED: float(all(each.norm == 0.0 for each in done))})
         if targets is not None:
             self._report(result, training, targets)
         self.objective.after_batch(training.batch.number, result.metrics)
@@ -313,7 +305,7 @@ class Learner:
         result.metrics |= {
             names.TRAIN_LOSS: sum(each.loss for each in done) / len(done),
             names.TRAIN_LR: self.optimizer.param_groups[0]["lr"],
-            names.TRAIN_NONFINITE: float(sum(not (each.moved or each.overflowed) for each in done)),
+            names.TRAIN_NONFINITE: float(sum(not (each.moved or each.overflowed or each.norm == 0.0) for each in done)),
             names.PADDED_FRACTION: 1 - sum(each.totals[_USEFUL] for each in done) / computed,
             names.FORWARD_TOKENS: computed,
         }

@@ -41,6 +41,7 @@ LOGPROB_TOLERANCE = 1e-2
 def choose_layout(policy: Policy, *, padded: bool = False) -> LayoutKind:
     """Return the densest layout that gives the same hidden states as padded rows; with `padded`, return "rows"."""
     _refuse_scaled_logits(policy.hf_config)
+    _refuse_chunked_attention(policy.hf_config)
     _refuse_other_head(policy)
     if padded:
         return "rows"
@@ -78,6 +79,13 @@ def _refuse_scaled_logits(hf_config: Any) -> None:
         value = getattr(text, name, neutral)
         if value not in (None, neutral):
             raise UnsupportedModel(f"the model's {name} is {value}; models that change their logits are not supported")
+
+
+def _refuse_chunked_attention(hf_config: Any) -> None:
+    """Raise for attention within chunks (Llama 4): packed rows have no chunks, and count temperatures along the row."""
+    size = getattr(hf_config.get_text_config(), "attention_chunk_size", None)
+    if size is not None:
+        raise UnsupportedModel(f"the model's attention_chunk_size is {size}; attention in chunks is not supported")
 
 
 def _refuse_other_head(policy: Policy) -> None:

@@ -117,8 +117,8 @@ def prove(
     if not agreement.difference.within(agreement.limit):
         raise ProofFailed(
             f"trainer and vLLM server disagree on version {version} of the policy: {agreement}; nothing sampled here "
-            "can be trained on. Check that both loaded the same model and dtype, and that under LongRoPE "
-            "--max-model-len is the server's; or use --weight-bridge-mode none"
+            "can be trained on. Check that both loaded the same model and dtype, that under LongRoPE --max-model-len "
+            "is the server's, and under dynamic RoPE within max_position_embeddings; or use --weight-bridge-mode none"
         )
     logger.info("trainer and server agree on version %d: %s", version, agreement)
     return agreement

@@ -194,6 +194,14 @@ TRAINING: tuple[Mutant, ...] = (
         "unit/trainer/test_training.py::test_a_step_without_finite_gradient_is_skipped_counted_and_stops_after_a_few",
     ),
     Mutant(
+        "a step on a gradient of 0 taken",
+        _TRAINING,
+        "if gradients.norm == 0.0:",
+        "if False:",
+        "unit/trainer/test_training.py::"
+        "test_a_mini_batch_whose_tokens_are_all_too_old_is_left_out_and_the_others_are_trained",
+    ),
+    Mutant(
         "reference that follows the policy",
         _REFERENCE,
         "with self._in_place(), torch.no_grad():",

@@ -62,6 +62,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "llama4": ("llama4_text", {"attention_chunk_size": 16, "moe_layers": []}),
 }
 
 

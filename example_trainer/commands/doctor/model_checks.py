@@ -26,9 +26,6 @@ COMPARED_BYTES = 1 << 20
 """Bytes of head and embedding that are compared; two matrices that agree so far are taken as equal."""
 
 HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_layer)\.weight$")
-SCALED_BY_FACTOR = ("linear", "dynamic")
-"""RoPE types under which vLLM multiplies the length by the factor; others name the scaled length themselves."""
-
 SERVER_ROPE = ("rope_scaling", "rope_theta", "rope_parameters", "hf_overrides")
 
 
@@ -186,16 +183,18 @@ def check_lengths(requested: RequestedRun) -> Iterator[Finding]:
 
 
 def _position_limit(config: Mapping[str, Any]) -> int | None:
-    """Return the longest sequence that vLLM accepts for a configuration; None if it names none."""
+    """Return the longest sequence that vLLM computes for a configuration; None if it names none.
+
+    Linear RoPE multiplies the length by its factor; other types name the scaled length themselves. Under the type
+    dynamic vLLM accepts that product too, but its table of rotations ends at the unscaled length.
+    """
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int):
         return None
     scaling = rope_scaling(config)
     kind = scaling.get("rope_type") or scaling.get("type")
     factor = scaling.get("factor")
-    scaled = (
-        kind in SCALED_BY_FACTOR and isinstance(factor, int | float) and "gemma3" not in str(config.get("model_type"))
-    )
+    scaled = kind == "linear" and isinstance(factor, int | float) and "gemma3" not in str(config.get("model_type"))
     return int(positions * factor) if scaled and factor else positions
 
 

@@ -151,8 +151,10 @@ def test_a_context_longer_than_the_models_positions_is_found(harness: DoctorHarn
 
 def test_a_context_that_rope_scaling_reaches_is_not_a_fault(harness: DoctorHarness) -> None:
     harness.sections["trainer"]["max_model_len"] = 4096
-    harness.edit("config.json", rope_parameters={**ROPE, "rope_type": "dynamic", "factor": 4.0})
+    harness.edit("config.json", rope_parameters={**ROPE, "rope_type": "linear", "factor": 4.0})
     assert harness.find() == []
+    harness.edit("config.json", rope_parameters={**ROPE, "rope_type": "dynamic", "factor": 4.0})
+    harness.find_one("lengths", "max_model_len 4096", "1024 positions")
 
 
 def test_training_sequences_longer_than_the_models_positions_are_found(harness: DoctorHarness) -> None:

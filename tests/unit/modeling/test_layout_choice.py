@@ -34,6 +34,12 @@ def test_a_model_whose_own_logits_are_not_those_of_its_head_is_refused_though_no
         choose_layout(policy)
 
 
+def test_a_model_that_attends_in_chunks_is_refused(tiny_family: Callable[[str], Path]) -> None:
+    policy = load_policy(PolicyOptions(model_name=str(tiny_family("llama4")), dtype="float32", device="cpu"))
+    with pytest.raises(UnsupportedModel, match="attention_chunk_size is 16"):
+        choose_layout(policy)
+
+
 @pytest.mark.parametrize("family", ["qwen2-tied", "phi3", "gpt2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_models_of_attention_alone_are_packed(tiny_family: Callable[[str], Path], family: str, dtype: str) -> None:

@@ -276,7 +276,7 @@ def test_a_policy_served_in_bf16_trains_packed_and_agrees_with_its_sampler(tiny_
 def test_a_batch_whose_tokens_are_all_too_old_moves_no_weight_unless_another_term_does(
     tiny_model: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any]
 ) -> None:
-    """A step on a gradient of 0 still moves the weights, by momentum and weight decay."""
+    """An optimizer's step on a gradient of 0 would move the weights, by momentum and weight decay."""
     learner = make_learner(tiny_model, staleness_mask=1, weight_decay=0.1, **settings)
     batch = make_batch(tiny_model)
     fresh, old = (
@@ -288,4 +288,22 @@ def test_a_batch_whose_tokens_are_all_too_old_moves_no_weight_unless_another_ter
     result = learner.train(old)
     moved = any(not torch.equal(before[name], now) for name, now in weights_of(learner).items())
     assert (result.updates, moved) == ((1, True) if settings else (0, False))
-    assert ("older than --staleness-mask 1" in caplog.text) == (not settings)
+    assert (result.metrics["train/skipped"], result.metrics["train/nonfinite"]) == (0.0 if settings else 1.0, 0.0)
+    assert ("whose gradient is 0" in caplog.text) == (not settings)
+
+
+def test_a_mini_batch_whose_tokens_are_all_too_old_is_left_out_and_the_others_are_trained(tiny_model: Path) -> None:
+    learner = make_learner(tiny_model, staleness_mask=1, weight_decay=0.1, mini_batches=2)
+    batch = make_batch(tiny_model)
+    halves = learner.begin(batch).mini_batches
+    ages = torch.zeros_like(batch.targets.versions)
+    for row in halves[1]:
+        ages[row.first_target : row.first_target + len(row.targets)] = 2
+    training = learner.begin(replace(batch, targets=replace(batch.targets, ages=ages)))
+    learner.apply(learner.accumulate(training, training.mini_batches[0]))
+    half = weights_of(learner)
+    learner.apply(learner.accumulate(training, training.mini_batches[1]))
+    assert all(torch.equal(half[name], now) for name, now in weights_of(learner).items())
+    result = learner.finish(training)
+    assert (result.updates, learner.updates) == (1, 1)
+    assert (result.metrics["train/skipped"], result.metrics["train/nonfinite"]) == (0.0, 0.0)
