@@ -406,7 +406,7 @@ def test_what_an_environment_or_a_model_wrote_gives_no_command_to_the_terminal(t
     state, out = snapshot(tmp_path), io.StringIO()
     drop = {"name": "e", "dropped_groups": {"failed": 96}, "latest_drop": {"explanation": f"failed: {told}"}}
     finding = {"severity": "slow", "headline": f"A group lacks 1 of 8 rollouts: {told}"}
-    silent = {"name": f"mine {told}", "quiet_seconds": 2 * SILENCE_SECONDS}
+    silent: dict[str, Any] = {"name": f"mine {told}", "quiet_seconds": 2 * SILENCE_SECONDS}
     state.status = {"environments": [drop, silent], "flow": {"diagnosis": {"finding": finding}}}
     state.callers = {silent["name"]}
     state.phase = ", ".join(silent_environments(state))
