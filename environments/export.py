@@ -333,7 +333,8 @@ def latest_of_broker(url: str, count: int, *, token: str | None = None) -> Sourc
     def ask() -> list[dict[str, Any]]:
         try:
             with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - the same
-                group = json.load(answer)
+                content = answer.read()
+            group = json.loads(content) if content else None  # it is empty until a first group has come
         except (OSError, ValueError) as error:
             raise GroupsUnreadable(f"{url}: no group could be fetched ({error})") from error
         if isinstance(group, dict) and group.get("scores") and group not in seen:

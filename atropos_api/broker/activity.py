@@ -138,6 +138,10 @@ class Activity:
         samples = self._samples
         if not samples or totals.time - samples[-1].time >= SAMPLE_SECONDS or totals.time < samples[-1].time:
             samples.append(totals)
-        while len(samples) > 1 and totals.time - samples[1].time >= RATE_SECONDS:
+        while len(samples) > 1:
+            # If nobody watched between the two, the mean over that time, perhaps a night, is not the rate of now.
+            was_watched = samples[1].time - samples[0].time < RATE_SECONDS
+            if totals.time - samples[1].time < (RATE_SECONDS if was_watched else SAMPLE_SECONDS):
+                break
             samples.popleft()
         return totals.since(samples[0]) if totals.time - samples[0].time >= SAMPLE_SECONDS else None

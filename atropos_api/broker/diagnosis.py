@@ -28,6 +28,8 @@ LONG_STEP_TIMES: Final = 3.0
 LEAST_LONG_STEP_SECONDS: Final = 5.0
 SLOW_SHARE: Final = 0.25
 
+FASTER_PUBLISHES: Final = "--overlap-publish true, a smaller --drain-seconds, or fewer publishes"
+
 
 Rule = Callable[[Facts], Finding | None]
 
@@ -100,7 +102,7 @@ def _trainer_silent(facts: Facts) -> Finding | None:
         edge=BATCHES,
         severity="blocked",
         headline=f"The trainer has been silent for {_span(quiet)}",
-        detail=f"It was never silent for more than {_span(limit)}; its process may have ended or hang.",
+        detail=f"One at work would have called within {_span(limit)}; its process may have ended or hang.",
         advice="look at the trainer's log; start it again with --resume auto",
         seconds=quiet,
     )
@@ -288,7 +290,9 @@ def _trainer(facts: Facts) -> Finding | None:
         headline="The trainer is the slower side: the queue is at its budget and environments are held"
         + (f"; it took its last batch {_span(busy)} ago" if long and busy is not None else ""),
         detail=f"{facts.outstanding} of {facts.limit} {facts.unit} are queued or in batches.{doing}{usually}",
-        advice="a larger trainer, a larger token budget, or fewer inference resources: there are enough rollouts",
+        advice=FASTER_PUBLISHES
+        if phase == "publish"
+        else "a larger trainer, a larger token budget, or fewer inference resources: there are enough rollouts",
         seconds=busy,
     )
 
@@ -337,7 +341,7 @@ def _flowing(facts: Facts) -> Finding:
             edge=PUBLISHES,
             severity="slow",
             headline=f"Running; the trainer waits for publishing {facts.sync_share:.0%} of each step",
-            advice="--overlap-publish true, a smaller --drain-seconds, or fewer publishes",
+            advice=FASTER_PUBLISHES,
         )
     return Finding(rule="flowing", severity="ok", headline="Running; nothing waits")
 

@@ -176,7 +176,7 @@ def gather(broker: Broker, *, store_failure: str | None = None) -> Facts:
         minimum_of=broker.batches.minima_missing(run) if broker.batches.retry_at is not None else (),
         trainer_quiet_seconds=min(quiet_seconds(run, now), age if report is not None else float("inf")),
         trainer_silence_limit_seconds=SILENT_SECONDS if report is not None else silence_limit(run),
-        busy_seconds=None if broker.recent.handed_at is None else now - broker.recent.handed_at,
+        busy_seconds=_busy_seconds(broker, run, now),
         phases={} if report is None else {name: value + age for name, value in report.content.phases.items()},
         step_seconds=shares.get(names.TIME_STEP),
         fetch_share=shares.get(names.TIME_FETCH, 0.0),
@@ -269,6 +269,12 @@ def _start(broker: Broker, run: RunRow, now: float) -> StartFacts | None:
         return None
     began_at = max(min(run.began_at, now), activity.process_began_at)
     return StartFacts(seconds=now - began_at, published=activity.published_run == run.run_id)
+
+
+def _busy_seconds(broker: Broker, run: RunRow, now: float) -> float | None:
+    """Return the time since this run's last batch was handed out; None if there was none in this process."""
+    handed_at = broker.recent.handed_at
+    return None if handed_at is None or handed_at < run.began_at else now - handed_at
 
 
 def _hold(broker: Broker, run: RunRow, now: float) -> HoldFacts | None:

@@ -72,6 +72,8 @@ class Rollouts:
                 read = self._with_body(rollout)
                 if read is not None:
                     return read
+        if not batch:
+            raise UnknownRollout(f"group {group} of run {run_id} is not queued any more", batch=batch, group=group)
         raise UnknownRollout(
             f"group {group} of batch {batch} of run {run_id} is not among those that can be shown: the newest are, and "
             "those of batches that no checkpoint covers (--recent-bytes, --keep-batches)",

@@ -6,6 +6,7 @@ for programs that wait for a batch or watch the broker.
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -95,7 +96,7 @@ def explain_drops(status: Mapping[str, Any]) -> Iterator[str]:
     for row in status.get("environments") or ():
         latest = row.get("latest_drop") if isinstance(row, Mapping) else None
         if latest and latest.get("explanation") and sum((row.get("dropped_groups") or {}).values()) >= FEW:
-            yield f"{row.get('name')}: {latest['explanation']}"
+            yield printable(f"{row.get('name')}: {latest['explanation']}")
 
 
 def explain_wait(status: Mapping[str, Any]) -> str:
@@ -103,7 +104,12 @@ def explain_wait(status: Mapping[str, Any]) -> str:
     finding = ((status.get("flow") or {}).get("diagnosis") or {}).get("finding") or {}
     headline = finding.get("headline")
     told = finding.get("severity") != "ok" or finding.get("rule") == "starting"
-    return headline if isinstance(headline, str) and told else ""
+    return printable(headline) if isinstance(headline, str) and told else ""
+
+
+def printable(text: str) -> str:
+    """Return `text` as one line that gives no command to a terminal: models and environments wrote parts of it."""
+    return text if text.isprintable() else json.dumps(text)
 
 
 def count_drops(status: Mapping[str, Any]) -> int:

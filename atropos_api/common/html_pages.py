@@ -18,7 +18,8 @@ STYLE_FILE: Final = Path(__file__).with_name("html_pages.css")
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
 
 HIDDEN: Final = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
 )
 
 
@@ -52,8 +53,8 @@ def as_html(text: object) -> str:
 
 
 def visible(text: object) -> str:
-    """Return text with the numbers of characters that a reader could not see: control characters, those that change the
-    direction of text, and halves of surrogate pairs.
+    """Return text with the numbers of characters that a reader could not see: control characters, those without width,
+    those that change the direction of text, and halves of surrogate pairs.
     """
     return HIDDEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", str(text))
 

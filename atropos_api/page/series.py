@@ -76,9 +76,10 @@ class MetricTable:
         at = self._count
         # Rows before a name was first reported are shorter; there are few lengths, so each is read at once.
         for size, part in groupby(rows, key=lambda row: len(row[2])):
-            numbers = np.frombuffer(b"".join(text for _, _, text in part), dtype="<f8").reshape(-1, max(1, size // 8))
-            self._values[at : at + len(numbers), : size // 8] = numbers[:, : size // 8]
-            at += len(numbers)
+            texts = [text for _, _, text in part]
+            numbers = np.frombuffer(b"".join(texts), dtype="<f8").reshape(len(texts), size // 8)
+            self._values[at : at + len(texts), : size // 8] = numbers
+            at += len(texts)
         self._count += len(rows)
 
     def drop(self, first: int, last: int) -> None:

@@ -166,6 +166,10 @@ async def _send_backup(backup: Backup) -> AsyncIterator[bytes]:
 
 EVENT_ID: Final[Schema] = {"type": "string", "pattern": "^[0-9]{1,18}$"}
 KEEP_ALIVE_SECONDS: Final = 15.0
+"""Interval at which the status is sent while nothing happens. Its durations go on, and a browser shows a comment, which
+would keep the connection too, to no script.
+"""
+
 GATHER_SECONDS: Final = 0.5
 """Events are gathered for up to this long and sent together, so that a watcher costs the same however many there are.
 All watchers wake at the same moments, so that one status is made for them all.
@@ -179,7 +183,8 @@ DIAGNOSIS_SECONDS: Final = 2.0
     "GET /v1/events",
     "Server-sent events, resumable by Last-Event-ID",
     help="Events have ids: a client that sends the id of the last one it received gets those after it, or an event "
-    "`missed` if they are no longer kept. An event `status` with the content of /v1/status follows each set of events.",
+    "`missed` if they are no longer kept. An event `status` with the content of /v1/status follows each set of events, "
+    "and comes about every 15 seconds while nothing happens.",
     parameters=(
         Parameter(name="Last-Event-ID", place="header", schema=EVENT_ID, help="Id of the last event received"),
         in_query("after", EVENT_ID, "The same, for clients that cannot set the header"),
@@ -212,8 +217,7 @@ async def _stream(context: AppContext, after: int) -> AsyncIterator[bytes]:
             if context.stopping:
                 return
             if time.monotonic() - quiet_since >= KEEP_ALIVE_SECONDS:
-                quiet_since = time.monotonic()
-                yield b": keep-alive\n\n"
+                break
 
 
 async def _has_news(context: AppContext, sent: StatusText) -> bool:

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atropos_api.client import BrokerHostUnknown, BrokerUnreachable, ServerEvent, watch_events
-from atropos_api.client.events import count_drops, explain_drops, explain_wait
+from atropos_api.client.events import count_drops, explain_drops, explain_wait, printable
 from atropos_api.common.cliconfig import ConfigError, load_config, refuse_unknown_option
 from atropos_api.common.identity import require_address
 from atropos_api.common.option_flags import list_options
@@ -68,7 +68,7 @@ def describe(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if dropped := count_drops(status):
         yield "dropped", str(dropped)
     if found := explain_wait(status):
-        yield "diagnosis", _plain(found)
+        yield "diagnosis", found
     for name, counter in COUNTED:
         count = status.get("counters", {}).get(counter, 0)
         if count or name == "received":
@@ -113,7 +113,7 @@ def render(
         bar.add_row(f"step {step}/{steps}", ProgressBar(total=steps, completed=min(step, steps), width=40))
         parts.append(bar)
     if found := explain_wait(status):
-        parts.append(Text(_plain(found), style="yellow"))
+        parts.append(Text(found, style="yellow"))
     shown = ((name, value) for name, value in describe(status) if name != "diagnosis")
     figures = (Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in shown)
     parts.append(Text("  ").join(figures))
@@ -122,7 +122,7 @@ def render(
         parts.append(Text.assemble(("sequences/s ", "dim"), spark, f"  {rates[-1]:,.0f}"))
     if status.get("environments"):
         parts.append(_environments(status["environments"]))
-    parts += [Text(_plain(line), style="yellow") for line in explain_drops(status)]
+    parts += [Text(line, style="yellow") for line in explain_drops(status)]
     parts += [Text(describe_event(event), style="dim", overflow="ellipsis", no_wrap=True) for event in events]
     return Group(*parts)
 
@@ -136,7 +136,7 @@ def _environments(rows: Sequence[Mapping[str, Any]]) -> Table:
         values = (f"{row['group_size']}", f"{row['weight']:g}", f"{row['queued_sequences']}")
         style = "" if row["connected"] else "dim"
         # As text: a name may hold what rich would read as markup.
-        table.add_row(Text(str(row["name"])), *values, f"{row['quiet_seconds']:.0f} s", style=style)
+        table.add_row(Text(_plain(row["name"])), *values, f"{row['quiet_seconds']:.0f} s", style=style)
     if len(rows) > SHOWN_ENVIRONMENTS:
         table.add_row(f"and {len(rows) - SHOWN_ENVIRONMENTS} more")
     return table
@@ -144,8 +144,7 @@ def _environments(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _plain(value: object) -> str:
     """Return `value` as text that stays on one line and sets no terminal colours."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if text.isprintable() else json.dumps(text)
+    return printable(value if isinstance(value, str) else json.dumps(value))
 
 
 def _or_dash(value: object) -> str:
@@ -175,7 +174,8 @@ class TopConfig(BaseModel):
     once: bool = Field(False, description="Print the state as lines of name and value, and exit.")
     format: Literal["text", "json"] = Field(
         "text",
-        description="Form of the output: text, or the whole status as a JSON object a line, each time it changes.",
+        description="Form of the output: text, or the whole status as a JSON object a line, each time it changes and "
+        "about every 15 seconds.",
     )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from atropos_api.client.events import explain_drops
+from atropos_api.client.events import explain_drops, printable
 from atropos_api.common import metric_names as names
 from atropos_api.common.secrets import TokenSource
 from example_trainer.launcher.plan import BROKER, TRAINER, VLLM, Plan
@@ -291,7 +291,7 @@ def phase_of(snapshot: Snapshot, waiting: set[str]) -> str:
 def silent_environments(snapshot: Snapshot) -> list[str]:
     """Return the environments of this launch that have not called the broker for long: they run, but may be stuck."""
     known = [entry for entry in snapshot.status.get("environments", ()) if entry.get("name") in snapshot.callers]
-    return [str(entry["name"]) for entry in known if (entry.get("quiet_seconds") or 0.0) > SILENCE_SECONDS]
+    return [printable(str(entry["name"])) for entry in known if (entry.get("quiet_seconds") or 0.0) > SILENCE_SECONDS]
 
 
 def note_engine_start(snapshot: Snapshot, supervisor: Supervisor) -> None:

@@ -17,6 +17,7 @@ from statistics import median_high
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from atropos_api.common import metric_names as names
 from atropos_api.common.errors import AtroposError
@@ -184,7 +185,8 @@ def as_table(summary: Summary) -> Table:
     table.add_column(justify="right")
     for label, value in summary_lines(summary):
         if value:
-            table.add_row(label, value)
+            # As text: an environment's name may hold what rich would read as markup.
+            table.add_row(Text(label), Text(value))
     return table
 
 

@@ -38,9 +38,18 @@ export class Chart {
     const same = this.plot && shape(lines) === shape(this.lines);
     this.lines = lines;
     const data = dataOf(lines);
-    if (same) this.plot.setData(data);
-    else this.draw(data);
+    if (!same) this.draw(data);
+    else if (this.isZoomed()) {
+      this.plot.setData(data, false);
+      this.plot.redraw();
+    } else this.plot.setData(data);
     this.describe();
+  }
+
+  /** True if a reader has dragged a part of the steps into view: new steps leave it as it is. */
+  isZoomed() {
+    const { min, max } = this.plot.scales.x;
+    return min > this.plot.data[0][0] || max < this.plot.data[0].at(-1);
   }
 
   redraw() {

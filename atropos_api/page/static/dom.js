@@ -23,10 +23,23 @@ export function add(element, children) {
   return element;
 }
 
-/** Replace all children of an element. */
+/** Replace all children of an element; a link or a table that is there again stays focused, and scrolled, as it was. */
 export function fill(element, ...children) {
+  const places = () => [...element.querySelectorAll("a, .scroll")];
+  const held = (one) => one.scrollLeft || one === document.activeElement;
+  const before = new Map(places().filter(held).map((one) => [nameOf(one), [one.scrollLeft, one === document.activeElement]]));
   element.replaceChildren();
-  return add(element, children);
+  add(element, children);
+  for (const one of before.size ? places() : []) {
+    const [left, focused] = before.get(nameOf(one)) || [0, false];
+    one.scrollLeft = left;
+    if (focused) one.focus({ preventScroll: true });
+  }
+  return element;
+}
+
+function nameOf(element) {
+  return element.getAttribute("href") || element.getAttribute("aria-label");
 }
 
 /** Replace the children only if the text differs, so that a screen reader is not interrupted for nothing. */
@@ -46,6 +59,12 @@ function symbolOf(character) {
   if (code < 0x20) return String.fromCodePoint(0x2400 + code);
   if (code === 0x7f) return "\u2421";
   return `⟦U+${code.toString(16).toUpperCase().padStart(4, "0")}⟧`;
+}
+
+/** A value as JSON, with such characters as its escapes: text that is selected and copied is the same value. */
+export function json(value) {
+  const escaped = (unit) => `\\u${unit.charCodeAt(0).toString(16).padStart(4, "0")}`;
+  return JSON.stringify(value, null, 1).replace(HIDDEN, (character) => character.split("").map(escaped).join(""));
 }
 
 /** Tell a screen reader something, without moving the focus. */

@@ -15,11 +15,12 @@ const KEPT = 500;
 const TROUBLE = new Set(["health", "groups-lost", "groups-expired", "minimum-waived", "group-size-waits", "unpackable-dropped", "missed"]);
 const FREQUENT = new Set(["batch-formed", "batch-committed", "policy"]);
 
-/** Add events to the known ones; each id once, newest first. */
+/** Add events to the known ones; each id once, newest first. Signs of trouble are kept for longer than the others. */
 export function merged(known, events) {
   const ids = new Set(known.map((event) => event.id));
   const fresh = events.filter((event) => !ids.has(event.id));
-  return [...fresh, ...known].sort((a, b) => b.id - a.id).slice(0, KEPT);
+  const all = [...fresh, ...known].sort((a, b) => b.id - a.id);
+  return all.filter((event, at) => at < KEPT || event.type === "health").slice(0, 2 * KEPT);
 }
 
 /** Signs of trouble of a run, the newest of each kind. */
@@ -34,7 +35,7 @@ export function signsOf(events, runId) {
 
 /** A list of signs of trouble with advice. */
 export function signList(signs, runId) {
-  if (!signs.length) return h("p", { class: "note" }, "None has appeared.");
+  if (!signs.length) return h("p", { class: "note" }, "None among the events that are kept.");
   return h("ul", { class: "signs" }, signs.map(({ data, time }) => h("li", {},
     h("span", { class: "badge blocked" }, visible(data.sign)), ` step `, h("a", { href: hashOf({ view: "rollouts", run: runId, batch: data.step }) }, String(data.step)), h("span", { class: "note" }, ` ${clock(time)}`),
     h("p", {}, visible(data.message)), data.advice ? h("p", { class: "note" }, `What may help: ${visible(data.advice)}`) : null)));

@@ -43,7 +43,7 @@ export function clock(time) {
   const at = new Date(1000 * time);
   const today = at.toDateString() === new Date().toDateString();
   const hours = at.toLocaleTimeString("en-GB");
-  return today ? hours : `${at.toISOString().slice(0, 10)} ${hours}`;
+  return today ? hours : `${at.toLocaleDateString("sv")} ${hours}`;
 }
 
 /** Bytes in units of 1024. */

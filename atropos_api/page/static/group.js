@@ -2,7 +2,7 @@
 // trains the batch again; a sequence as a test case.
 
 import { MODES, Scale } from "./colours.js";
-import { copyable, fill, h, visible } from "./dom.js";
+import { copyable, fill, h, json, visible } from "./dom.js";
 import { clock, count, number } from "./format.js";
 import { mean } from "./rollouts.js";
 import { hashOf } from "./store.js";
@@ -118,7 +118,7 @@ class Column {
   }
 
   async testCase() {
-    const text = JSON.stringify(await this.asTestCase(), null, 1);
+    const text = json(await this.asTestCase());
     const box = h("div", { class: "test-case" }, h("p", { class: "note" }, "The sequence as it was trained: prompt, completion, messages, tokens, masks, logprobs and score. The reference answer is not in it, but among the other fields of the group, if its environment sends one."), copyable(text, "Test case as JSON"));
     const old = this.element.querySelector(".test-case");
     if (old) old.remove();

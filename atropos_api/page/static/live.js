@@ -25,6 +25,7 @@ export class Live {
     this.lastId = null;
     this.polling = false;
     this.askedAt = 0;
+    this.state = null;
     this.channel = "BroadcastChannel" in window ? new BroadcastChannel(`atropos:${source.base.pathname}`) : null;
   }
 
@@ -54,9 +55,11 @@ export class Live {
     this.follow();
   }
 
+  /** Read the stream for all tabs. Two joins in one moment lead once: a second stream would stay open for good. */
   lead() {
+    if (this.leads) return;
     this.leads = true;
-    this.say({ kind: "beat" });
+    this.beat();
     this.open();
   }
 
@@ -66,16 +69,22 @@ export class Live {
     this.stream = null;
   }
 
+  /** Tell the other tabs that this one leads, and the state of its connection, which is theirs. */
+  beat() {
+    this.say({ kind: "beat", state: this.state });
+  }
+
   say(message) {
     if (this.channel) this.channel.postMessage({ from: this.id, ...message });
   }
 
   hear(message) {
-    if (message.kind === "ask" && this.leads) this.say({ kind: "beat" });
+    if (message.kind === "ask" && this.leads) this.beat();
     else if (message.kind === "beat") {
       this.leaderSeen = Date.now();
       // Two tabs that began at once both lead for a moment; the one that is first in order goes on leading.
       if (this.leads && message.from < this.id) this.follow();
+      if (!this.leads && message.state) this.take({ kind: "connection", state: message.state });
     } else if (message.kind === "bye") {
       this.leaderSeen = 0;
       if (!document.hidden) this.join();
@@ -87,6 +96,7 @@ export class Live {
   }
 
   pass(content) {
+    if (content.kind === "connection") this.state = content.state;
     this.take(content);
     this.say({ kind: "pass", content, lastId: this.lastId });
   }
@@ -108,7 +118,7 @@ export class Live {
       if (now - this.leaderSeen > SILENT_MS) this.join();
       return;
     }
-    this.say({ kind: "beat" });
+    this.beat();
     if (this.stream && now - this.heardAt > STREAM_SILENT_MS) this.lose();
     if (!this.stream && now - this.streamFailedAt > RETRY_STREAM_MS) this.open();
     if (!this.stream || this.stream.readyState !== EventSource.OPEN) this.refresh();

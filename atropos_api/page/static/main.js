@@ -43,6 +43,7 @@ async function open() {
   const container = h("div", { class: `view view-${route.view}` });
   fill(main, container);
   const run = runOf(store, route);
+  document.getElementById("runs").value = run ? run.run_id : "";
   const shared = { container, store, source, cache, run, route, environments, signs, panels: store.get("panels") || [], onProblem: problem };
   try {
     const opened = await viewOf(route.view, shared);
@@ -56,18 +57,30 @@ async function open() {
 function viewOf(view, shared) {
   if (view === "parts") return showParts(shared);
   if (view === "events") return showEvents(shared);
+  if (shared.route.run && !shared.run) return fill(shared.container, unknownRun(shared.route)) && {};
   if (view === "overview" || !(view in VIEWS || view === "group")) return showOverview(shared);
   if (!shared.run) return fill(shared.container, h("p", { class: "note" }, "No run has begun yet.")) && {};
   return { curves: showCurves, rollouts: showRollouts, group: showGroup }[view](shared);
+}
+
+/** A link may name a run of another broker, or of this one before its store was emptied: no other run is shown for it. */
+function unknownRun(route) {
+  return h("p", { class: "problem", role: "alert" }, "The broker knows no run ", visible(route.run), ". ", h("a", { href: hashOf({ ...route, run: null }) }, "Show the newest run"));
 }
 
 function showOverview({ container, run, panels, onProblem }) {
   const flow = h("div", { class: "flow" });
   const charts = h("div", { class: "charts small" });
   const trouble = h("div", {});
-  fill(container, flow, charts, h("section", { class: "card" }, h("h2", {}, "Signs of trouble"), trouble));
+  const whose = h("p", { class: "note" });
+  fill(container, flow, whose, charts, h("section", { class: "card" }, h("h2", {}, "Signs of trouble"), trouble));
   const runId = run && run.run_id;
-  const onStatus = makeFlow(flow);
+  const showFlow = makeFlow(flow);
+  const onStatus = (status) => {
+    showFlow(status);
+    const other = run && status.run && status.run.run_id !== runId;
+    setText(whose, other ? `The flow above is that of ${visible(status.run.name)}; below are curves and signs of ${visible(run.name)} (${runId}).` : "");
+  };
   const onEvents = () => fill(trouble, signList(signs(runId), runId));
   if (store.get("status")) onStatus(store.get("status"));
   onEvents();
@@ -120,7 +133,7 @@ async function take(message) {
   } else if (message.kind === "event") {
     store.set("events", merged(store.get("events") || [], [message.event]));
     if (shown.onEvents) shown.onEvents(store.get("events"));
-    if (message.event.type === "run-began") await runBegan(message.event);
+    if (["run-began", "run-finished", "missed"].includes(message.event.type)) await runsChanged(message.event);
   } else if (message.kind === "status") takeStatus(message.status);
 }
 
@@ -139,10 +152,11 @@ function stepOf(status) {
   return status.run ? `${status.run.run_id} ${status.run.metrics_step} ${status.run.current_step}` : "";
 }
 
-async function runBegan(event) {
-  cache.forget(event.data.run_id);
+/** Read the runs again. One that began may be a run resumed; where events were missed, any may be. */
+async function runsChanged({ type, data }) {
+  if (type !== "run-finished") cache.forget(data.run_id);
   await readRuns();
-  if (!parseHash(location.hash).run) await open();
+  if (type === "run-began" && !parseHash(location.hash).run) await open();
 }
 
 async function readRuns() {
@@ -208,7 +222,7 @@ async function start() {
   startTheme();
   markView(parseHash(location.hash).view);
   try {
-    const [status, runs, panels, events] = await Promise.all([source.poll(), source.get("v1/runs"), source.get("page/panels.json"), source.get("v1/events/recent", { limit: 300 })]);
+    const [status, runs, panels, events] = await Promise.all([source.poll(), source.get("v1/runs"), source.get("page/panels.json"), source.get("v1/events/recent", { limit: 2000 })]);
     takeRuns(runs.runs);
     store.set("panels", panels);
     store.set("events", merged([], events.events));

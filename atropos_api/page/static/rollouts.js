@@ -23,12 +23,13 @@ export async function showRollouts({ container, source, run, route, environments
 
 function emptyReason(chosen) {
   if (chosen.only) return `None of the groups that are kept fits: ${ONLY[chosen.only] ?? chosen.only}.`;
-  return chosen.batch ? `No group of batch ${chosen.batch} is kept any more; --recent-bytes of the broker sets how much is, and --save-batches of the trainer saves all.` : "No group has come yet.";
+  if (chosen.batch === "0") return "No group is queued.";
+  return chosen.batch ? `No group of batch ${chosen.batch} is kept; --recent-bytes of the broker sets how much is, and --save-batches of the trainer saves all.` : "No group has come yet.";
 }
 
 function summary(found, chosen) {
   const of = found.groups.length < found.total ? ` of ${count(found.total)}` : "";
-  return h("p", { class: "note" }, `${count(found.groups.length)}${of} groups${chosen.batch ? ` of batch ${chosen.batch}` : " of the newest batches"}`);
+  return h("p", { class: "note" }, `${count(found.groups.length)}${of} groups${chosen.batch === "0" ? " in the queue" : chosen.batch ? ` of batch ${chosen.batch}` : " of the newest batches"}`);
 }
 
 function filters(chosen, environments, go) {
@@ -42,7 +43,8 @@ function filters(chosen, environments, go) {
 }
 
 function rows(run, groups) {
-  const [low, high] = [Math.min(0, ...groups.flatMap((group) => group.rewards)), Math.max(1, ...groups.flatMap((group) => group.rewards))];
+  const rewards = groups.flatMap((group) => group.rewards); // too many for the arguments of one call
+  const [low, high] = [rewards.reduce((least, one) => Math.min(least, one), 0), rewards.reduce((most, one) => Math.max(most, one), 1)];
   const link = (group) => h("a", { href: hashOf({ view: "group", run: run.run_id, batch: group.batch, group: group.group }) }, group.batch ? `${group.batch} · ${group.group}` : `queued ${group.group}`);
   return table("Groups", ["Batch · group", "Environment", "Rewards", "Mean", "Tokens", "Version", "Came", "Remarks"], groups.map((group) => [
     link(group),

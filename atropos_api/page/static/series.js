@@ -2,6 +2,7 @@
 
 const POINTS = 1000;
 const MOST_NAMES = 100; // of one call
+const EMPTY = { steps: [], values: [] };
 
 export class SeriesCache {
   constructor(source) {
@@ -15,40 +16,32 @@ export class SeriesCache {
     const known = this.runs.get(runId);
     const fresh = names.filter((name) => !known.has(name) || known.get(name).steps.length > 2 * POINTS);
     const old = names.filter((name) => !fresh.includes(name));
-    if (fresh.length) this.take(known, await this.ask(runId, fresh, null), true);
-    if (old.length) {
-      const from = Math.min(...old.map((name) => (known.get(name).steps.at(-1) ?? 0) + 1));
-      this.take(known, await this.ask(runId, old, from), false);
-    }
-    for (const name of names) if (!known.has(name)) known.set(name, { steps: [], values: [] });
+    if (fresh.length) await this.ask(known, runId, fresh, null);
+    // By the steps that were read, not those with a value: a metric that no step reports is read no further back.
+    if (old.length) await this.ask(known, runId, old, Math.min(...old.map((name) => known.get(name).read + 1)));
     return Object.fromEntries(names.map((name) => [name, known.get(name)]));
   }
 
-  /** Forget a run, whose steps may be trained again after a resume. */
+  /** Forget a run, whose steps may be trained again after a resume; without an id, every run. */
   forget(runId) {
-    this.runs.delete(runId);
+    if (runId === undefined) this.runs.clear();
+    else this.runs.delete(runId);
   }
 
-  async ask(runId, names, first) {
-    const found = {};
+  /** Read metrics from step `first` on, or whole if it is null. */
+  async ask(known, runId, names, first) {
     for (let at = 0; at < names.length; at += MOST_NAMES) {
-      const some = { name: names.slice(at, at + MOST_NAMES), points: POINTS, first };
-      Object.assign(found, (await this.source.get(`v1/runs/${encodeURIComponent(runId)}/series`, some)).series);
+      const some = names.slice(at, at + MOST_NAMES);
+      const found = await this.source.get(`v1/runs/${encodeURIComponent(runId)}/series`, { name: some, points: POINTS, first });
+      for (const name of some) known.set(name, { ...joined(first === null ? EMPTY : known.get(name), found.series[name] || EMPTY), read: found.last_step ?? -1 });
     }
-    return found;
   }
+}
 
-  take(known, series, whole) {
-    for (const [name, line] of Object.entries(series)) {
-      const before = known.get(name);
-      if (whole || !before) {
-        known.set(name, line);
-        continue;
-      }
-      const last = before.steps.at(-1) ?? -1;
-      const from = line.steps.findIndex((step) => step > last);
-      if (from < 0) continue;
-      known.set(name, { steps: before.steps.concat(line.steps.slice(from)), values: before.values.concat(line.values.slice(from)) });
-    }
-  }
+/** A line with the steps of another that come after its own. */
+function joined(before, line) {
+  const last = before.steps.at(-1) ?? -1;
+  const from = line.steps.findIndex((step) => step > last);
+  if (from < 0) return before;
+  return { steps: before.steps.concat(line.steps.slice(from)), values: before.values.concat(line.values.slice(from)) };
 }

@@ -1,6 +1,8 @@
 // The documents that the page reads from the broker. Every address is relative, so that a path prefix or a token before
 // the path stays in place.
 
+const ANSWER_MS = 10000; // without a limit, a broker that hangs would count as connected
+
 export class NotAvailable extends Error {}
 
 /** The documents below the address of the page. */
@@ -30,7 +32,7 @@ export class Source {
   async poll() {
     const headers = { Accept: "application/json" };
     if (this.tag) headers["If-None-Match"] = this.tag;
-    const response = await fetch(this.url("v1/status"), { headers, cache: "no-store" });
+    const response = await fetch(this.url("v1/status"), { headers, cache: "no-store", signal: AbortSignal.timeout(ANSWER_MS) });
     if (response.status === 304) return null;
     if (!response.ok) throw new NotAvailable(await detailOf(response));
     this.tag = response.headers.get("ETag");

@@ -38,8 +38,8 @@ export function hashOf(values) {
   return `#/${new URLSearchParams(named)}`;
 }
 
-/** Return the run to show: the one in the address, or the newest. */
+/** Return the run to show: the one in the address, or the newest if it names none; null if the broker has no such run. */
 export function runOf(store, route) {
   const runs = store.get("runs") || [];
-  return runs.find((run) => run.run_id === route.run) || runs[0] || null;
+  return (route.run ? runs.find((run) => run.run_id === route.run) : runs[0]) || null;
 }

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from atropos_api.broker.counters import Counters
 from atropos_api.broker.state import EventLog
-from atropos_api.client import BrokerClient
+from atropos_api.client import BrokerClient, watch_events
 from atropos_api.common.identity import package_version
 from atropos_api.common.prometheus import PROCESS_METRICS
 from atropos_api.routes import ops as events_module
@@ -113,10 +113,17 @@ def test_the_ring_of_events_is_bounded_and_knows_what_it_forgot():
     assert log.has_forgotten(log.last_id + 1)
 
 
-def test_silence_is_filled_with_comments(url, monkeypatch):
+def test_silence_is_filled_with_the_status_whose_durations_go_on(url, client, monkeypatch):
     monkeypatch.setattr(events_module, "KEEP_ALIVE_SECONDS", 0.1)
-    with httpx.stream("GET", f"{url}/v1/events", timeout=5) as response:
-        assert any(line.startswith(":") for line in response.iter_lines())
+    monkeypatch.setattr(events_module, "DIAGNOSIS_SECONDS", 0.1)
+    client.register_environment(EnvironmentRequest(name="silent", group_size=4, max_token_length=9))
+    quiet = []
+    for event in watch_events(url):
+        assert event.type == "status"
+        quiet.append(event.data["environments"][0]["quiet_seconds"])
+        if quiet[-1] > quiet[0]:
+            break
+    assert len(quiet) < 50, quiet
 
 
 def test_a_watcher_that_never_reads_is_dropped_while_others_are_served(app, url, client):

@@ -43,6 +43,8 @@ def test_a_queue_at_its_budget_is_the_trainer_and_a_long_step_is_a_stall():
     stuck = finding(outstanding=24, busy_seconds=7.0, phases={"publish": 6.5, "train": 0.5})
     assert stuck.severity == "blocked"
     assert "In progress: publish, for 6.5 s" in stuck.detail
+    assert "fewer publishes" in stuck.advice, "a larger trainer would publish no sooner"
+    assert "larger trainer" in finding(outstanding=24, busy_seconds=7.0, phases={"train": 6.5}).advice
 
 
 def test_idle_inference_with_open_rollouts_is_a_tool_or_a_sandbox():
@@ -210,3 +212,13 @@ def test_a_broker_tells_a_start_until_the_first_group_of_the_run_and_again_after
     broker.now += START_SECONDS
     broker.inner.reports.take_environment(env, activity)
     assert rule() != "starting"
+
+
+def test_a_new_run_s_trainer_has_not_been_busy_since_the_last_batch_of_the_run_before(broker):
+    broker.begin()
+    broker.send(broker.register(), 1, 2)
+    assert broker.batch(1) is not None
+    broker.now += 7200.0
+    assert gather(broker.inner).busy_seconds == 7200.0
+    broker.begin(name="next")
+    assert gather(broker.inner).busy_seconds is None

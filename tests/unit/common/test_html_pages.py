@@ -62,6 +62,7 @@ def test_what_came_from_elsewhere_is_text_and_hidden_characters_are_seen(page, t
 
 def test_hidden_characters_have_their_numbers() -> None:
     assert as_html("a\u202e<b>\n") == "a⟨U+202E⟩&lt;b&gt;\n"
+    assert as_html("4\xad2\U000e0041") == "4⟨U+00AD⟩2⟨U+E0041⟩", "as on the live page: without width"
 
 
 def test_a_page_asks_for_nothing_and_is_read_again_only_if_told() -> None:

@@ -338,6 +338,7 @@ def test_the_page_is_not_at_the_inference_servers_port():
 def test_the_latest_groups_of_a_broker_with_a_token_are_shown(group):
     fields = {name: group[name] for name in ("tokens", "masks", "scores")}
     with served_broker(token="a-token-of-ours") as url, BrokerClient(url, token="a-token-of-ours") as client:
+        assert latest_of_broker(url, 2, token="a-token-of-ours")() == [], "none has come yet, which is no failure"
         info = client.register_environment(EnvironmentRequest(name="e", group_size=3, max_token_length=64))
         client.submit(info.environment_id, [Group(**fields)], idempotency_key="once")
         assert [shown["scores"] for shown in latest_of_broker(url, 2, token="a-token-of-ours")()] == [group["scores"]]

@@ -57,6 +57,17 @@ def test_counts_of_items_and_the_lengths_of_sampled_and_trained_answers_are_in_t
     assert "arithmetic" not in text
 
 
+def test_the_summary_shows_a_name_that_looks_like_markup(tmp_path: Path) -> None:
+    environment = {**STATUS["environments"][0], "name": "gsm8k[train]", "outcomes": {"[/b]": 2}}
+    write_data_use(tmp_path, {"environments": [environment]})
+    write_rows(tmp_path, {"step": 1})
+    console = Console(width=200, record=True)
+    console.print(as_table(summarise(tmp_path)))
+    text = console.export_text()
+    assert "items of gsm8k[train]" in text
+    assert "2 dropped ([/b])" in text
+
+
 def test_a_run_without_counts_or_with_a_broken_file_of_them_is_summed_up_too(tmp_path: Path) -> None:
     write_data_use(tmp_path, {})
     assert not (tmp_path / "data.json").exists()

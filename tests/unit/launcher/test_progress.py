@@ -399,3 +399,24 @@ def test_while_steps_are_made_dropped_groups_are_a_figure(tmp_path: Path) -> Non
     PlainView(out).update(state, state.rows)
     assert "dropped 96" in out.getvalue()
     assert "gsm8k" not in out.getvalue()
+
+
+def test_what_an_environment_or_a_model_wrote_gives_no_command_to_the_terminal(tmp_path: Path) -> None:
+    told = "\x1b]0;title\x07\x1b[2J\rstep 9/9\u202e"
+    state, out = snapshot(tmp_path), io.StringIO()
+    drop = {"name": "e", "dropped_groups": {"failed": 96}, "latest_drop": {"explanation": f"failed: {told}"}}
+    finding = {"severity": "slow", "headline": f"A group lacks 1 of 8 rollouts: {told}"}
+    silent: dict[str, Any] = {"name": f"mine {told}", "quiet_seconds": 2 * SILENCE_SECONDS}
+    state.status = {"environments": [drop, silent], "flow": {"diagnosis": {"finding": finding}}}
+    state.callers = {silent["name"]}
+    state.phase = ", ".join(silent_environments(state))
+    PlainView(out).update(state, ())
+    state.rows = [{"step": 1}]
+    console = Console(width=400, file=io.StringIO(), force_terminal=False)
+    with console.capture() as capture:
+        console.print(render(state))
+    for shown in (out.getvalue(), capture.get()):
+        assert "failed: " in shown
+        assert "mine " in shown
+        assert not any(mark in shown for mark in "\x1b\x07\r\u202e")
+    assert "lacks 1 of 8" in capture.get()

@@ -75,3 +75,11 @@ def test_a_table_grows_beyond_its_first_capacity():
     assert len(table) == 2000
     assert table.column("reward/mean")[-1] == 1999.0
     assert table.last_step == 2000
+
+
+def test_a_stored_step_without_a_value_shifts_no_other():
+    table = MetricTable()
+    table.name_columns(["a"])
+    full = [(step, 0.0, np.array([float(step)], dtype="<f8").tobytes()) for step in (2, 3)]
+    table.extend([(1, 0.0, b""), *full])
+    assert reduced(table, ["a"], 100) == {"a": ([2, 3], [2.0, 3.0])}
