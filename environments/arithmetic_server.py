@@ -4,7 +4,8 @@
 
 A rollout earns 1 for the right number after `####` and 0 otherwise. Evaluation is greedy, on 200 held-out problems.
 
-Data: problems are generated on demand from `seed` and never run out; `data_path` or `dataset_name` replaces them.
+Data: problems are generated on demand from `seed` and never run out; `data_path` or `dataset_name` replaces them, those
+of evaluations too.
 """
 
 from __future__ import annotations
@@ -84,11 +85,13 @@ class ArithmeticEnv(BaseEnv):
         config = self.config
         self.problems: Iterator[Problem | WordProblem] = problem_stream(config.task, seed=config.seed)
         self.held_out: Sequence[Problem | WordProblem] = held_out_problems(config.task, config.eval_problems)
-        if config.has_data:
-            questions = await run_blocking(config.training_questions, about="the training questions")
+        if config.has_data and not self.evaluation_only:
+            load = partial(config.training_questions, hold_out=not self.process_mode)
+            questions = await run_blocking(load, about="the training questions")
             self.problems = endless_draws(as_word_problems(questions), config.seed)
-        if config.val_data_path is not None or config.dataset_name is not None:
-            questions = await run_blocking(config.evaluation_questions, about="the evaluation questions")
+        if not self.process_mode and (config.has_data or config.val_data_path is not None):
+            load = partial(config.evaluation_questions, trains=not self.evaluation_only)
+            questions = await run_blocking(load, about="the evaluation questions")
             self.held_out = as_word_problems(questions)[: config.eval_problems]
 
     async def get_next_item(self) -> Problem | WordProblem:

@@ -100,7 +100,7 @@ def _mixed(match: re.Match[str]) -> Fraction | None:
 THINKING_END = "</think>"
 _BRACES = re.compile(r"\\(?P<box>f?boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$\\]+)|\\boxed([0-9])")
-_HASHES = "####"
+HASHES = "####"
 
 
 def after_thinking(text: str) -> str:
@@ -132,7 +132,7 @@ def last_boxed(text: str) -> str | None:
 
 def after_hashes(text: str) -> str | None:
     """Return the line after the last `####`, the form of GSM8K's answers; None when there is none."""
-    _, marker, rest = text.rpartition(_HASHES)
+    _, marker, rest = text.rpartition(HASHES)
     if not marker:
         return None
     lines = rest.strip().splitlines()

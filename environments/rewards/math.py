@@ -20,6 +20,7 @@ from typing import ClassVar
 
 from atropos_api.common import metric_names as names
 from environments.rewards.answers import (
+    HASHES,
     after_hashes,
     after_thinking,
     final_answer,
@@ -40,7 +41,9 @@ from environments.rewards.protocol import (
     length_of,
 )
 
-_CALCULATION = re.compile(r"\d\s*(?:[-+*/×·÷x]|\\(?:times|cdot|div)(?![a-zA-Z]))\s*\\?\$?\d|\\[dt]?frac")
+_CALCULATION = re.compile(
+    r"\d\s*(?:[-+*/×·÷x]|\\(?:times|cdot|div)(?![a-zA-Z]))\s*\\?\$?\d|\d(?:!|\^(?!\{?\\circ)|\(-?\d)|\\(?:[dt]?frac|sqrt)"
+)
 """A calculation, whose result stands after the `=`; before it there may be the number itself, as in `2 h = 120 min`."""
 
 
@@ -163,11 +166,10 @@ class GSM8kReward(SampleReward):
 
 
 def marked_number(text: str) -> Fraction | None:
-    r"""Return the number after the last `####`, or else in the last `\boxed{}`; None when there is none."""
+    r"""Return the number after the last `####`, or in the last `\boxed{}` if none follows that; None for no number."""
     text = after_thinking(text)
-    marked = after_hashes(text)
-    if marked is None or "\\boxed" in marked:
-        marked = last_boxed(text if marked is None else marked)
+    boxed = last_boxed(text.rpartition(HASHES)[2])
+    marked = after_hashes(text) if boxed is None else boxed
     if marked is None:
         return None
     calculation, _, result = marked.rpartition("=")

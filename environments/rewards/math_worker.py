@@ -57,6 +57,13 @@ _RAISED_UNIT = re.compile(r"(?<=\d)\s{0,4}(?:[a-zA-Z]{1,3}[ ·]){0,2}(?:[cdkm]?m
 """A unit whose power is a raised digit, at the end: `5 m²`, `5 kg m²`."""
 _RAISED = re.compile(r"(?<=[\w)}\]])[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,20}")
 """A power in raised digits, of which math-verify would read only the base."""
+_TOP = re.compile(r"\^\s?(?:\\top(?![a-zA-Z])|\{\s?\\top\s?\})")
+_POWER_T = re.compile(
+    r"((?<![_\d.^])\d{1,20}(?:\.\d{1,20})?|(?<![\\_])e|\\(?:int|sum|prod)(?:\\limits)?\s?_(?:\{[^{}]{1,40}\}|\w))"
+    r"\s?\^\s?(?:T|\{\s?T\s?\})",
+    re.ASCII,
+)
+"""A number with the power T, or a lower bound with the upper bound T: math-verify would read `2^T` as 2, transposed."""
 _FACTOR = re.compile(
     r"(?:(?<![\w.^\\])\d{1,20}(?:\.\d{1,20})?|(?<![a-zA-Z_.^\\])\(-?\d{1,20}(?:\.\d{1,20})?\))"
     r"(?=\s{0,4}(?:\\left\s?)?\(\s?[-\d\\])",
@@ -292,7 +299,7 @@ def is_sentence(text: str) -> bool:
 
 def plain(text: str) -> str:
     """Return the text without parts that carry no value: delimiters around it, spacing, a sign that introduces it."""
-    text = rewritten_numbers(text.strip())
+    text = _POWER_T.sub(r"\1^{(T)}", _TOP.sub("^T", rewritten_numbers(text.strip())))
     text = _RAISED.sub(_power, _RAISED_UNIT.sub("", text)).replace("·", "\\cdot ")
     text = _PERCENT.sub(r"\\%", _FACTOR.sub(r"\g<0>\\cdot ", text))
     text = _MINUS.sub(r"\1\2\3-", _SCALED.sub(_multiplied, text))

@@ -20,7 +20,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.identity import require_address
@@ -179,6 +188,10 @@ class BaseEnvConfig(BaseModel):
     metrics_host: MetricsHost = "127.0.0.1"
     otlp_traces_endpoint: TracesEndpoint = None
 
+    _configured_group_size: int = PrivateAttr(0)
+    """The `group_size` before the first step of the schedule: while an environment serves, the field has the current
+    one."""
+
     @field_validator("group_size_schedule")
     @classmethod
     def _is_schedule(cls, text: str) -> str:
@@ -189,6 +202,7 @@ class BaseEnvConfig(BaseModel):
     def _needs_members_it_can_have(self) -> Self:
         if self.least_members > self.group_size:
             raise ValueError(f"least_members {self.least_members} is more than group_size {self.group_size}; lower it")
+        self._configured_group_size = self.group_size
         return self
 
     def least_members_of(self, group_size: int) -> int:
@@ -200,12 +214,17 @@ class BaseEnvConfig(BaseModel):
 
     def group_size_at(self, step: int) -> int:
         """Return the group size at a trainer step, from the schedule if there is one."""
-        due = [size for start, size in read_schedule(self.group_size_schedule) if start <= step]
+        due = [size for start, size in self._schedule() if start <= step]
         return due[-1] if due else self.group_size
 
     @property
     def scheduled_sizes(self) -> frozenset[int]:
-        return frozenset(size for _, size in read_schedule(self.group_size_schedule))
+        return frozenset(size for _, size in self._schedule())
+
+    def _schedule(self) -> list[tuple[int, int]]:
+        """Return the schedule from step 0 on; an empty list if there is none."""
+        pairs = read_schedule(self.group_size_schedule)
+        return [(0, self._configured_group_size), *pairs] if pairs and pairs[0][0] > 0 else pairs
 
     @property
     def derived_batch_size(self) -> int:

@@ -321,7 +321,7 @@ class Environment(ABC):
             return
         most = self.config.num_rollouts_per_group_for_logging
         count = len(scored_data["tokens"]) if most < 0 else most
-        texts = self.tokenizer.batch_decode(scored_data["tokens"][:count])
+        texts = [self.tokenizer.decode(tokens) for tokens in scored_data["tokens"][:count]]
         self.rollouts_for_wandb.append(list(zip(texts, scored_data["scores"], strict=False)))
         while len(self.rollouts_for_wandb) > self.config.num_rollouts_to_keep:
             del self.rollouts_for_wandb[0]

@@ -96,8 +96,9 @@ class RolloutMetrics:
             spread = _spread("train/completion_lengths", lengths)
             metrics["train/completion_lengths"] = spread.pop("train/completion_lengths_mean")
             metrics |= spread
-            near_limit = sum(length > 0.95 * max_token_length for length in lengths)
-            metrics["train/completion_lengths_p95"] = near_limit / len(lengths)
+            if max_token_length > 0:  # `process` has no run that would limit it
+                near_limit = sum(length > 0.95 * max_token_length for length in lengths)
+                metrics["train/completion_lengths_p95"] = near_limit / len(lengths)
         self.sent = self.rejected = self.failed = self.retried = 0
         return metrics
 

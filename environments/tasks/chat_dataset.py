@@ -22,7 +22,7 @@ from typing import Any, Literal, TypedDict
 
 from atropos_api.common.files import expand_home
 from environments.tasks.chat_messages import read_chat, without_nulls
-from environments.tasks.data import Question, is_missing, read_cell, warn_of_options
+from environments.tasks.data import PARTS, Question, is_missing, read_cell, warn_of_parts
 from environments.tasks.records import (
     DataUnusable,
     Split,
@@ -89,7 +89,7 @@ def load_rows(source: str | Path, split: Split, *, prompt_column: str | None = N
         raise DataUnusable(f"{source}: it has no row with a prompt; each line or row needs one ({empty} are empty)")
     if empty:
         logger.warning("%s: %d rows whose prompt is empty are left out", source, empty)
-    warn_of_options(source, (name for name, value in rows[0].columns.items() if value))
+    warn_of_parts(source, {name for row in rows for name in PARTS if row.columns.get(name)})
     return list(rows)
 
 

@@ -40,8 +40,9 @@ FORMS = (
     ("question", "final_answer"),
     ("problem", "solution"),
 )
-OPTIONS = ("choices", "options")
-"""Columns of questions with options, as in MMLU; the prompt has them only if the question does."""
+PARTS = ("choices", "options", "context", "input")
+"""Columns of parts of a question, as options in MMLU and the text asked about in SQuAD or Alpaca; the prompt has them
+only if the question does."""
 MOST_HELD_OUT = 500
 ROW = "row"
 """The key of a group's `group_overrides` under which the live page shows what the data says; no trainer reads it."""
@@ -104,8 +105,8 @@ class DataFields(BaseModel):
             return self.load(source, "test")
         training, held_out = self._split(self.load(source, "train"))
         logger.info(
-            "no test data is named: %d of the %d questions of %s are for evaluation and not trained on; "
-            "--env.val_data_path names others",
+            "no test data is named: %d of the %d questions of %s are for evaluation, and a run that evaluates does not "
+            "train on them; --env.val_data_path names others",
             len(held_out),
             len(held_out) + len(training),
             source,
@@ -163,20 +164,20 @@ def load_questions(source: str | Path, split: Split) -> list[Question]:
 
     def choose(columns: Iterable[str]) -> tuple[str, str] | None:
         names = list(columns)
-        left_out.update(set(OPTIONS) & set(names))
+        left_out.update(set(PARTS) & set(names))
         return form_of(names)
 
     tables = load_records(source, split, columns=choose)
     questions = [question for where, records in tables for question in _collect(records, where, choose)]
-    warn_of_options(source, left_out)
+    warn_of_parts(source, left_out)
     return questions
 
 
-def warn_of_options(source: str | Path, columns: Iterable[str]) -> None:
-    """Log a warning if the rows have columns with options: a model that is not shown them can only guess."""
-    for name in sorted(set(OPTIONS) & set(columns)):
+def warn_of_parts(source: str | Path, columns: Iterable[str]) -> None:
+    """Log a warning if the rows have columns of `PARTS`: a model that is not shown them can only guess."""
+    for name in sorted(set(PARTS) & set(columns)):
         logger.warning(
-            "%s: the model is not shown the column %s; if the questions do not name their options, write them there",
+            "%s: the model is not shown the column %s; if the questions do not hold what is in it, write it there",
             source,
             name,
         )

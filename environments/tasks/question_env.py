@@ -29,6 +29,7 @@ from environments.rewards.protocol import GoldUnparsable
 from environments.sdk import BaseEnv, BaseEnvConfig, ItemDropped, ScoredDataGroup, SequenceNode
 from environments.sdk.session.tokens_and_masks import current_split
 from environments.tasks.data import ROW, DataFields, Question, ShuffledEpochs, shown_row
+from environments.tasks.records import ENCODING
 
 SHIPPED = Path(__file__).resolve().parent.parent / "prompts"
 PLACE = "{question}"
@@ -55,7 +56,7 @@ def load_template(name: str) -> PromptTemplate:
     if not path.is_file():
         path = shipped.get(name.removesuffix(".prompt"), path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding=ENCODING)
     except (OSError, UnicodeDecodeError) as error:
         raise PromptTemplateUnusable(
             f"prompt template {name}: cannot be read ({error}); give a file, or one of {', '.join(sorted(shipped))}"

@@ -192,6 +192,8 @@ class PromptBuilder:
         if not mark or not self._begins_alike(chat, conversation, before):
             self._drift.record(conversation.prompt_text, before, "the chat as its template renders it")
             return None
+        if base.ended and not tail:
+            return None  # the answer is to go on, and nothing that is sampled after its end token would be a part of it
         still_open = chat.open_end and len(chat.keys) == len(conversation.keys)
         return Prompt(
             base.tokens + self._tail_tokens(base, tail),
@@ -231,11 +233,21 @@ class PromptBuilder:
         return before.startswith(stem) and conversation.prompt_text.startswith(stem)
 
     def _continue_text(self, text: str, known: Iterable[SequenceNode]) -> Prompt | None:
-        fitting = [(node, tail) for node in known if (tail := node.tail_after(text)) is not None]
+        fitting = [(node, tail) for node in known if (tail := self._tail_after(node, text)) is not None]
         if not fitting:
             return None
         base, tail = max(fitting, key=lambda found: len(found[0].tokens))
         return Prompt(base.tokens + self._tail_tokens(base, tail), text, base)
+
+    def _tail_after(self, node: SequenceNode, text: str) -> str | None:
+        """Return what a text adds to a sequence; None if it does not continue it.
+
+        After an empty answer the sequence's text is its prompt alone, with which other prompts begin as well.
+        """
+        tail = node.tail_after(text)
+        if tail is None or not node.ended or node.metadata["content"]:
+            return tail
+        return tail if tail.startswith(self._codec.text_of(node.tokens[-1])) else None
 
     def _tail_tokens(self, base: SequenceNode, tail: str) -> list[int]:
         """Return the tokens after a sequence; an end token that the sequence already has is not repeated."""

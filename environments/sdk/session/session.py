@@ -37,7 +37,7 @@ from environments.sdk.session.prompt_tokens import Chat, DriftLog, Prompt, Promp
 from environments.sdk.session.tokens_and_masks import ESTIMATED, SequenceNode, current_split, log_nodes
 from environments.sdk.session.turns import DeltaWriter, OnDelta, SampleReader, Turn
 from environments.sdk.tokenizer import Codec
-from environments.sdk.tools import NO_JSON, ToolParser, expected_call, tool_parser
+from environments.sdk.tools import NO_JSON, HermesParser, ToolParser, expected_call, tool_parser
 
 
 class ManagedSession:
@@ -357,6 +357,8 @@ class TextSession(ManagedSession):
         if chat.tools:
             fields |= {"tools": chat.tools, "tool_choice": turn.tool_choice}
         answers = read_openai_chat(await server.chat(chat.as_given, fields, turn.split)).choices
+        if turn.parser is not None and any(choice.message.tool_calls for choice in answers):
+            turn.parser = HermesParser()  # the form of `written`, whichever form the provider's model has
         return [self._sample_of(written(choice.message), choice.finish_reason) for choice in answers]
 
     def _refuse_for_training(self) -> None:

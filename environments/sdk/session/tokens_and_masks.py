@@ -70,7 +70,12 @@ class SequenceNode:
         return len(self.masked_tokens) - self.masked_tokens.count(NOT_TRAINED)
 
     def tail_after(self, text: str) -> str | None:
-        """Return what `text` adds to this sequence, from its end token on; None if it does not continue it."""
+        """Return what `text` adds to this sequence, from its end token on; None if it does not continue it.
+
+        Nothing that is sampled after an end token continues the answer before it, so the text has to add something.
+        """
+        if self.ended and text in self.texts:
+            return None
         for known in self.texts:
             if text.startswith(known):
                 return text[len(known) :]

@@ -62,7 +62,8 @@ class SampleReader:
             content = self._codec.visible(body)
         content = turn.sampling.cut_at_stop(content)
         text = turn.prompt.text
-        node.texts = (text + sampled,) if content == sampled else (text + sampled, text + content)
+        # Where a client sees nothing, its text is the prompt, with which any other answer to it begins as well.
+        node.texts = (text + sampled,) if content in {"", sampled} else (text + sampled, text + content)
         node.full_text = text + sampled + (self._codec.text_of(sample.tokens[-1]) if node.ended else "")
         node.metadata["content"] = content
         node.metadata["generation_params"] = turn.generation_params

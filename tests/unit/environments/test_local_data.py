@@ -50,3 +50,19 @@ async def test_questions_come_from_a_local_file(cls, file, tokenizer_folder):
         assert sorted((item.question, str(item.answer)) for item in env.held_out) == sorted(QUESTIONS)
     finally:
         await env.aclose()
+
+
+@pytest.mark.parametrize("cls", [ArithmeticEnv, GSM8kEnv], ids=lambda cls: cls.name)
+async def test_no_question_of_a_file_is_both_trained_and_evaluated_on(cls, tmp_path, tokenizer_folder):
+    path = tmp_path / "questions.jsonl"
+    path.write_text("\n".join(json.dumps({"question": f"What is {n} + 1?", "answer": str(n + 1)}) for n in range(40)))
+    command = read_command(cls, "serve", ["--env.data_path", str(path), "--env.tokenizer_name", str(tokenizer_folder)])
+    env = cls(command.env, command.servers)
+    try:
+        await env.setup()
+        drawn = {(await env.get_next_item()).question for _ in range(38)}
+        assert len(drawn) == 38
+        assert {item.question for item in env.held_out}.isdisjoint(drawn)
+        assert all(item.question.endswith("+ 1?") for item in env.held_out)
+    finally:
+        await env.aclose()

@@ -132,7 +132,7 @@ async def test_a_question_whose_answer_is_not_mathematics_is_dropped_with_the_re
 
 async def test_a_template_makes_it_an_r1_zero_environment(make, tmp_path):
     template = tmp_path / "own.prompt"
-    template.write_text("Q {question} A <think>")
+    template.write_text("\ufeffQ {question} A <think>", encoding="utf-8")  # as editors on Windows begin a file
     texts = [ZERO_RIGHT, " so</think> <answer>41</answer>", " so</think> 42", "</answer>"]
     env, fake = await make(GSM8kEnv, texts, prompt_template=str(template), format_score=0.25)
     group = await collect(env)

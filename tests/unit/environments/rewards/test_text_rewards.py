@@ -122,10 +122,20 @@ def test_gsm8k_scores_right_marked_and_unmarked_answers():
     assert reward.score("#### $1,000.00 in total", "it is 1000\n#### 1,000").correct
     assert reward.score(r"#### \boxed{7}", 7).correct
     assert reward.score("#### 4\n#### 5", "4").correct is False
-    assert reward.score("#### 5 + 3 = 8", "8").correct
+    assert reward.score("#### Final answer\n\\boxed{7}", "7").correct
+    assert reward.score("#### 4\n\\boxed{7}", "4").correct is False
+    assert reward.score("\\boxed{4}\n#### 7", "7").correct
+    for calculation in ("5 + 3", "2^3", "2(4)", r"\sqrt{64}"):
+        assert reward.score(f"#### {calculation} = 8", "8").correct
     assert reward.score(r"\boxed{2 \times 9 = 18}", "2").correct is False
     assert reward.score("#### 8 =", "8").correct
-    for marked in ("120 minutes = 2 hours", "$120 = 200 - 80", "120 (x = 3)", r"\boxed{120 \text{ when } n = 5}"):
+    for marked in (
+        "120 minutes = 2 hours",
+        r"120^\circ = 2\pi/3",
+        "$120 = 200 - 80",
+        "120 (x = 3)",
+        r"\boxed{120 \text{ when } n = 5}",
+    ):
         assert reward.score(f"#### {marked}", "120").correct, marked
     assert reward.score("", "4").score == 0.0
     assert reward.range == (0.0, 1.0)

@@ -117,6 +117,17 @@ def test_a_schedule_of_group_sizes_holds_from_its_steps_on():
     assert BaseEnvConfig(group_size=6).group_size_at(3) == 6
 
 
+def test_the_size_before_the_schedule_is_known_when_the_schedule_has_replaced_it():
+    config = BaseEnvConfig(group_size=6, group_size_schedule="10:8")
+    config.group_size = config.group_size_at(10)
+    assert config.group_size_at(9) == 6, "a trainer has gone on from an older checkpoint"
+    rules = GroupRules.from_config(config, max_token_length=0)  # groups that were begun before step 10 are still sent
+    groups = [
+        to_wire({"tokens": [[5]] * n, "masks": [[5]] * n, "scores": [0] * n}, SampleLog("train")) for n in (6, 7, 8)
+    ]
+    assert [rules.full_size(group) for group in groups] == [6, None, 8]
+
+
 @pytest.mark.parametrize("text", ["8", "0-8", "0:0", "x:8"])
 def test_an_invalid_schedule_is_refused_with_the_valid_form(text):
     with pytest.raises(ValueError, match=r"0:8,100:4|sizes at 1"):

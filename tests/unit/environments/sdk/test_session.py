@@ -152,6 +152,27 @@ async def test_stop_strings_are_in_the_tokens_and_not_in_the_answer(tokenizer):
     assert "</answer>" in session.nodes[0].full_text
 
 
+@pytest.mark.parametrize("empty", ["", "42"], ids=["ended", "stopped"])
+async def test_an_empty_answer_is_not_continued_by_the_next_answer_to_its_prompt(tokenizer, empty):
+    session = make_session(scripted(tokenizer, empty, "First.", "Second."), tokenizer)
+    for prompt in ("How", "How", "How many"):
+        await session.completion(prompt=prompt, stop=["42"])
+    assert [node.metadata["content"] for node in session.nodes] == ["", "First.", "Second."]
+    sampled = [[token for token in node.masked_tokens if token == NOT_TRAINED] for node in session.nodes]
+    assert [len(masked) for masked in sampled] == [len(tokenizer.encode(p)) for p in ("How", "How", "How many")]
+
+
+async def test_a_chat_that_is_asked_again_after_an_empty_answer_has_two_sequences(tokenizer):
+    fake = scripted(tokenizer, "", "First.", "Second.")
+    session = make_session(fake, tokenizer)
+    for _ in range(2):
+        await session.chat_completion(messages=[QUESTION])
+    await session.chat_completion(messages=[QUESTION, {"role": "assistant", "content": "First."}])
+    asked = [request["prompt"]["prompt_token_ids"] for request in fake.requests]
+    assert asked[0] == asked[1] == asked[2][: len(asked[0])]
+    assert asked[2][len(asked[0]) :] == tokenizer.encode("First.")
+
+
 async def test_an_interrupted_extension_leaves_the_sequence_as_it_was(tokenizer):
     fake = scripted(tokenizer, "First.", "Second.")
     session = make_session(fake, tokenizer)

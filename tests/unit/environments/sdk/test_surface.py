@@ -5,6 +5,7 @@ import logging
 import os
 import stat
 import sys
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -267,6 +268,15 @@ async def test_rollouts_for_the_table_stay_few_and_lengths_begin_anew(tmp_path):
     assert logged[0]["surface_0_train/completion_lengths"] == 5
     assert logged[0]["surface_0_train/items_sent_to_api"] == 5
     assert "surface_0_train/completion_lengths" not in logged[1]
+    assert "surface_0_train/completion_lengths_p95" not in logged[0], "without a run there is no limit to be near to"
+
+
+async def test_the_table_asks_a_tokenizer_only_for_what_sessions_ask_of_it(tmp_path):
+    async with Rehearsal(Env, ["x"], tmp_path, use_wandb=True) as rehearsal:
+        env = rehearsal.env
+        env.tokenizer = SimpleNamespace(decode=lambda tokens: f"{len(tokens)} tokens")
+        await env.add_rollouts_for_wandb({"tokens": [[1, 2, 3], [4]], "scores": [1.0, 0.0]})
+        assert env.rollouts_for_wandb[0] == [("3 tokens", 1.0)]
 
 
 async def test_a_run_of_wandb_gets_keys_and_table(tmp_path, monkeypatch):

@@ -16,8 +16,19 @@ CHAT = [{"role": "user", "content": "How many now?"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
 
-def text_manager(tokenizer, **options):
-    provider = FakeOpenAI(replies=["five", "six"])
+class CallingProvider(FakeOpenAI):
+    """A provider whose model calls the tool."""
+
+    def answer(self, path, request):
+        found = FakeOpenAI.answer(self, path, request)
+        call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+        for choice in found["choices"]:
+            choice["message"] |= {"content": None, "tool_calls": [call]}
+        return found
+
+
+def text_manager(tokenizer, provider_class=FakeOpenAI, **options):
+    provider = provider_class(replies=["five", "six"])
     server = APIServerConfig(server_type="openai", base_url="http://provider/v1", model_name="big")
     manager = ServerManager([server], load_tokenizer=lambda: tokenizer, transport=InProcess(provider), **options)
     return manager, provider
@@ -80,6 +91,17 @@ async def test_a_provider_is_given_parts_of_every_kind_and_the_choice_of_tools(t
     assert request["messages"] == chat
     assert request["tool_choice"] == "required"
     assert "What is it?" in session.nodes[0].full_text
+
+
+@pytest.mark.parametrize("parser", ["hermes", "json"])
+async def test_the_tool_calls_of_a_provider_reach_the_client_whichever_parser_is_set(tokenizer, parser):
+    manager, _ = text_manager(tokenizer, CallingProvider, tool_parser=parser)
+    with record_samples("eval"):
+        async with manager.managed_server() as session:
+            answer = await session.chat_completion(messages=CHAT, tools=TOOLS)
+    message = answer.choices[0].message
+    assert (message.content, answer.choices[0].finish_reason) == (None, "tool_calls")
+    assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [("add", '{"a": 1}')]
 
 
 async def test_logprobs_that_a_provider_cannot_give_are_refused_before_it_is_asked(tokenizer):

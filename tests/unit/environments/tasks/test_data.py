@@ -98,16 +98,19 @@ def test_records_without_an_answer_are_left_out_and_counted(tmp_path: Path, capl
 
 @pytest.mark.parametrize("load", [load_questions, load_rows])
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_a_column_of_options_that_no_prompt_shows_is_warned_about(tmp_path: Path, caplog, load, form: str) -> None:
-    """MMLU's rows: the model was asked for the number of an option, without the options."""
-    row = {"question": "Which is even?", "choices": ["1", "2"], "answer": 1}
+@pytest.mark.parametrize(("column", "part"), [("choices", ["1", "2"]), ("context", "He wrote 1 and 2.")])
+def test_a_part_of_the_questions_that_no_prompt_shows_is_warned_about(
+    tmp_path: Path, caplog, load, form: str, column: str, part: object
+) -> None:
+    """MMLU's rows: the model was asked for the number of an option without the options. SQuAD's: without the text."""
+    rows = [{"question": "Which is even?", column: given, "answer": 1} for given in (None, part)]
     path = tmp_path / f"d.{form}"
     if form == "jsonl":
-        write(path, row)
+        write(path, *rows)
     else:
-        pq.write_table(pa.Table.from_pylist([row]), path)
-    assert [question.question for question in load(path, "train")] == ["Which is even?"]
-    assert caplog.text.count("is not shown the column choices") == 1
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    assert [question.question for question in load(path, "train")] == ["Which is even?"] * 2
+    assert caplog.text.count(f"is not shown the column {column}") == 1
 
 
 @pytest.mark.parametrize("folder", [".", "~"])
