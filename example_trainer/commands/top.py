@@ -30,6 +30,7 @@ from atropos_api.common.cliconfig import ConfigError, load_config, refuse_unknow
 from atropos_api.common.identity import require_address
 from atropos_api.common.option_flags import list_options
 from atropos_api.common.secrets import SECRET, TokenSource
+from atropos_api.common.streams import can_redraw
 from example_trainer.launcher.views import sparkline
 
 SHOWN_ENVIRONMENTS: Final = 12
@@ -290,7 +291,7 @@ def run(arguments: Sequence[str], out: IO[str] = sys.stdout) -> int:
 def make_view(form: Literal["text", "json"], out: IO[str]) -> View:
     if form == "json":
         return JsonView(out)
-    return LiveView(Console(file=out)) if out.isatty() else PlainView(out)
+    return LiveView(Console(file=out)) if can_redraw(out) else PlainView(out)
 
 
 def take_url(arguments: Sequence[str]) -> tuple[str, list[str]]:
