@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.files import expand_home
 from atropos_api.common.identity import require_address
 from atropos_api.common.observability import LogForm, MetricsHost, MetricsPort, TracesEndpoint
 from atropos_api.common.secrets import SECRET
@@ -178,6 +179,11 @@ class BaseEnvConfig(BaseModel):
     metrics_port: MetricsPort = None
     metrics_host: MetricsHost = "127.0.0.1"
     otlp_traces_endpoint: TracesEndpoint = None
+
+    @field_validator("data_path_to_save_groups", "data_dir_to_save_evals")
+    @classmethod
+    def _find_home(cls, value: str | None) -> str | None:
+        return None if value is None else str(expand_home(value))
 
     @field_validator("group_size_schedule")
     @classmethod
