@@ -196,6 +196,10 @@ def test_section_flags_may_be_negated() -> None:
         ),
         (["--model-name", "m", "--opneai.x", "1"], "unknown option --opneai.x, did you mean openai?"),
         (["--config"], "--config needs the path"),
+        (
+            ["--model-name", "m", "--env", "a_server.py", "run.yaml"],
+            "takes one name, got a_server.py run.yaml; a run file",
+        ),
         (["--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
     ],
 )
