@@ -311,7 +311,7 @@ class _Builder:
             environment=self._environment() | self.wandb(TRAINER),
             ends_by_itself=True,
             may_restart=config.checkpoint_interval > 0,
-            why_final="" if config.checkpoint_interval else "with --checkpoint-interval 0 no checkpoint was written",
+            why_final="" if config.checkpoint_interval else "with --checkpoint-interval 0 it is not started again",
             # Not a failure: in other modes the trainer replaces its server, and W&B's service exits before the trainer.
             watch_descendants=outlives and not config.use_wandb,
         )
