@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from atropos_api.broker import BrokerSettings
+from atropos_api.common.files import expand_home
 from atropos_api.common.observability import LogForm, TracesEndpoint
 from atropos_api.common.secrets import SECRET
 
@@ -67,7 +68,7 @@ class AddressOptions(BaseModel):
         scheme, found, _ = value.partition("://")
         if not value or "\0" in value or (found and scheme not in {"redis", "rediss"}):
             raise ValueError("name a directory, say memory, or give the URL of a Redis (redis://host:port/database)")
-        return value
+        return value if found else str(expand_home(value))
 
     @field_validator("token")
     @classmethod

@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pydantic import Field
 
 from atropos_api.common.cliconfig import ConfigError, load_config, run_cli, validate
+from atropos_api.common.errors import AtroposError
 from atropos_api.common.files import RecentLines
 from atropos_api.common.logs import LogContext, setup_logging
 from atropos_api.common.option_flags import named_in
-from atropos_api.common.secrets import TokenSource, public_settings
+from atropos_api.common.secrets import TokenSource, public_settings, redact_text
 from atropos_api.common.tracing import open_tracing
 from example_trainer.config import TrainingConfig, settings_from
 from example_trainer.launcher.base_model import refuse_missing_layers, require_model
@@ -61,6 +62,9 @@ DESCRIPTION = (
 
 STOPPED_BY_HEALTH = 3
 """Exit code of a run that `--stop-on` ended."""
+
+BROKER_LOST = os.EX_TEMPFAIL
+"""Exit code, 75, of a run that has lost its broker: unlike a refusal, it can go on when it is started again."""
 
 REPORT_TIMEOUT_SECONDS = 5.0
 
@@ -218,6 +222,7 @@ def own_directories(config: TrainingConfig, ranks: Ranks) -> Iterator[None]:
 def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks, logs: LogContext) -> int:
     import torch
 
+    from atropos_api.client import is_outage
     from example_trainer.trainers import Trainer
 
     if config.torch_threads is not None:
@@ -243,6 +248,11 @@ def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks, logs
             trainer.set_up()
             stop.training = True
             finished = trainer.train()
+    except AtroposError as error:
+        if not (stop.training and is_outage(error)):
+            raise
+        sys.stderr.write(f"{PROG}: error: {redact_text(str(error))}\n{PROG}: --resume auto goes on from here\n")
+        return BROKER_LOST
     finally:
         bridge.close()
     if trainer.stopped_by is not None:

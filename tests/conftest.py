@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -40,6 +40,17 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_signal_handler() -> Iterator[None]:
+    """Fail a test that leaves a signal handler behind: it would answer the signals of every later test."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    left = {number: found for number in before if (found := signal.getsignal(number)) != before[number]}
+    for number in left:
+        signal.signal(number, before[number])
+    assert not left
 
 
 @pytest.fixture

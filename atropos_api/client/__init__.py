@@ -13,6 +13,7 @@ from atropos_api.client.calls import (
     BrokerUnreachable,
     GroupNotEncodable,
     RunSuperseded,
+    is_outage,
 )
 from atropos_api.client.events import ServerEvent, watch_events
 
@@ -26,5 +27,6 @@ __all__ = [
     "GroupNotEncodable",
     "RunSuperseded",
     "ServerEvent",
+    "is_outage",
     "watch_events",
 ]

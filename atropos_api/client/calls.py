@@ -349,6 +349,11 @@ class BrokerRefused(AtroposError):
         return self.status >= 500 or self.status == 408
 
 
+def is_outage(error: Exception) -> bool:
+    """Return True for an error that is over once the broker is up again."""
+    return isinstance(error, BrokerUnreachable) or (isinstance(error, BrokerRefused) and error.is_passing)
+
+
 class RunSuperseded(BrokerRefused):
     """Another trainer began a run or took this one over; this one must stop."""
 

@@ -42,6 +42,11 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def can_redraw(stream: IO[str]) -> bool:
+    """Return True for a terminal that moves its cursor: on one with TERM=dumb rich shows no panel before its end."""
+    return stream.isatty() and os.environ.get("TERM", "").lower() not in {"dumb", "unknown"}
+
+
 def discard_output(stream: IO[str]) -> None:
     """Send all that is written to `stream` from now on to the null device, with what it could not write so far."""
     with suppress(OSError, ValueError):  # a stream that is not a file

@@ -32,6 +32,7 @@ from pydantic import (
 )
 
 from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.files import expand_home
 from atropos_api.common.identity import require_address
 from atropos_api.common.observability import LogForm, MetricsHost, MetricsPort, TracesEndpoint
 from atropos_api.common.secrets import SECRET
@@ -191,6 +192,11 @@ class BaseEnvConfig(BaseModel):
     _configured_group_size: int = PrivateAttr(0)
     """The `group_size` before the first step of the schedule: while an environment serves, the field has the current
     one."""
+
+    @field_validator("data_path_to_save_groups", "data_dir_to_save_evals")
+    @classmethod
+    def _find_home(cls, value: str | None) -> str | None:
+        return None if value is None else str(expand_home(value))
 
     @field_validator("group_size_schedule")
     @classmethod

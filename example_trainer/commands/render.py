@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from atropos_api.common.cliconfig import ConfigError, load_config, nearest, read_yaml
 from atropos_api.common.secrets import redact
@@ -17,6 +18,7 @@ from example_trainer.launcher.placement.choice import check_fits, roles_of
 from example_trainer.launcher.placement.render import Machines, render_kuberay, render_slurm
 from example_trainer.launcher.run_dir import as_plain_data
 from example_trainer.launcher.run_file import RunSettings, find_run_file, read_settings
+from example_trainer.options.training_options import named_directory
 
 KINDS = ("slurm", "kuberay")
 DESCRIPTION = "Print an sbatch script, or a ConfigMap and a RayJob for KubeRay, that runs a run file on Ray."
@@ -43,6 +45,8 @@ class RenderOptions(BaseModel):
     )
     claim: str = Field("atropos-runs", description="PersistentVolumeClaim that all pods may write (kuberay).")
     deadline: int = Field(86_400, ge=1, description="Seconds after which the RayJob is ended (kuberay).")
+
+    _find_directory = field_validator("run_dir", mode="before")(named_directory)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -89,8 +93,15 @@ def _render(kind: str, path: Path, settings: RunSettings, options: RenderOptions
 
 
 def _job_name(run_name: str) -> str:
-    """Return a name that Kubernetes takes: letters, digits and inner hyphens, of at most `LONGEST_NAME` characters."""
-    return f"atropos-{re.sub(r'[^a-z0-9]+', '-', run_name.lower())}"[:LONGEST_NAME].rstrip("-")
+    """Return a name that Kubernetes takes: letters, digits and inner hyphens, of at most `LONGEST_NAME` characters.
+
+    A name that loses letters ends in a digest: the run directory is named by it, and another run would resume there.
+    """
+    name = f"atropos-{re.sub(r'[^a-z0-9]+', '-', run_name.lower())}".rstrip("-")
+    if run_name.isascii() and len(name) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(run_name.encode()).hexdigest()[:6]
+    return f"{name[: LONGEST_NAME - 7].rstrip('-')}-{digest}"
 
 
 def _public_content(path: Path) -> dict[str, Any]:

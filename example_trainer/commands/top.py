@@ -24,12 +24,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from atropos_api.client import BrokerHostUnknown, BrokerUnreachable, ServerEvent, watch_events
+from atropos_api.client import BrokerHostUnknown, BrokerRefused, BrokerUnreachable, ServerEvent, watch_events
 from atropos_api.client.events import count_drops, explain_drops, explain_wait, printable
 from atropos_api.common.cliconfig import ConfigError, load_config, refuse_unknown_option
 from atropos_api.common.identity import require_address
 from atropos_api.common.option_flags import list_options
 from atropos_api.common.secrets import SECRET, TokenSource
+from atropos_api.common.streams import can_redraw
 from example_trainer.launcher.views import sparkline
 
 SHOWN_ENVIRONMENTS: Final = 12
@@ -290,7 +291,7 @@ def run(arguments: Sequence[str], out: IO[str] = sys.stdout) -> int:
 def make_view(form: Literal["text", "json"], out: IO[str]) -> View:
     if form == "json":
         return JsonView(out)
-    return LiveView(Console(file=out)) if out.isatty() else PlainView(out)
+    return LiveView(Console(file=out)) if can_redraw(out) else PlainView(out)
 
 
 def take_url(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -357,10 +358,11 @@ def _listen(snapshot: BrokerSnapshot, token: TokenSource) -> Iterator[ServerEven
             if not snapshot.status:
                 raise ConfigError(_no_broker(snapshot.url, error)) from error
             snapshot.lost_because = str(error.__cause__ or error)
-        except BrokerHostUnknown as error:
-            if not snapshot.status:
+        except (BrokerHostUnknown, BrokerRefused) as error:
+            if not snapshot.status or (isinstance(error, BrokerRefused) and not error.is_passing):
                 raise
-            snapshot.lost_because = str(error.__cause__ or error)  # the name was right, so this is an outage
+            # The name was right, so this is an outage; a proxy answers 502 while the broker behind it restarts.
+            snapshot.lost_because = str(error.__cause__ or error)
         yield None
         time.sleep(RECONNECT_SECONDS)
 

@@ -22,7 +22,7 @@ from example_trainer.launcher.run_file import RunConfig, RunSettings
 from example_trainer.launcher.teacher import TEACHER_SERVER, own_teacher
 from example_trainer.memory.fit import ServerShares, with_changes
 from example_trainer.memory.preflight import is_given, preflight, serves_on, trainer_gpu
-from example_trainer.processes.ports import LOOPBACK, as_port, free_port, free_ports, require_free
+from example_trainer.processes.ports import LOOPBACK, PortTaken, as_port, free_port, free_ports, require_free
 from example_trainer.weight_protocol.manifest import given_token
 
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - for servers on nodes of a cluster; the broker lists the one it is called from
@@ -57,6 +57,25 @@ def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> En
     """Choose the ports of the programs we start: those asked for (`PortTaken` if in use), or free ones; `held` keeps
     them from other programs.
     """
+    with ExitStack() as own:  # until all are chosen: two free ones of a dry run are different, too
+        endpoints = _choose_ports(settings, own if held is None else held)
+    _refuse_shared_port(endpoints)
+    return endpoints
+
+
+def _refuse_shared_port(endpoints: Endpoints) -> None:
+    """Raise `PortTaken` for a port that two programs have been given: the second one would fail once it listens."""
+    given = [(endpoints.broker_host, endpoints.broker_port), (LOOPBACK, endpoints.teacher_port)]
+    given += [(endpoints.server_host, port) for port in endpoints.vllm_ports]
+    twice = next((port for host, port in given if port and given.count((host, port)) > 1), None)
+    if twice is not None:
+        raise PortTaken(
+            f"port {twice} is asked for by two programs of this launch; give each its own with --api.port, --vllm.port "
+            f"(which several servers count up from) and --{TEACHER_SERVER}.port"
+        )
+
+
+def _choose_ports(settings: RunSettings, held: ExitStack) -> Endpoints:
     config = settings.trainer
     given = config.model_fields_set
     host = _broker_host(settings)
@@ -167,14 +186,14 @@ def _server_host(settings: RunSettings) -> str:
     return asked if is_this_host(asked) else LOOPBACK
 
 
-def _broker_port(settings: RunSettings, held: ExitStack | None, host: str) -> int:
+def _broker_port(settings: RunSettings, held: ExitStack, host: str) -> int:
     asked = settings.section("api").get("port")
     if asked is None:
         return free_port(host, held=held)
     return require_free(as_port(asked, "--api.port"), flag="--api.port", host=host, held=held)
 
 
-def _vllm_ports(settings: RunSettings, held: ExitStack | None) -> tuple[int, ...]:
+def _vllm_ports(settings: RunSettings, held: ExitStack) -> tuple[int, ...]:
     """Return a port for each inference server on this host: counted up from the one asked for, or any free ones."""
     config = settings.trainer
     count = config.local_servers
@@ -190,7 +209,7 @@ def _vllm_ports(settings: RunSettings, held: ExitStack | None) -> tuple[int, ...
     return tuple(require_free(as_port(first + index, flag), flag=flag, held=held) for index in range(count))
 
 
-def _teacher_port(settings: RunSettings, held: ExitStack | None) -> int | None:
+def _teacher_port(settings: RunSettings, held: ExitStack) -> int | None:
     own = own_teacher(settings)
     if own is None:
         return None

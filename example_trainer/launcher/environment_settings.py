@@ -122,6 +122,9 @@ def _server_of(
     """Return the environment's server, and the one that the file names, if it names one."""
     in_file = entry.get("file") or (entry.get("env") or {}).get("server")
     server = flags.get("server") or in_file or (preset.server if preset is not None else None)
+    if isinstance(server, list):
+        given = " ".join(map(str, server))
+        raise ConfigError(f"--env.server takes one name, got {given}; a run file is named by --config FILE")
     if not isinstance(server, str):
         raise ConfigError(
             f"{name} names no environment server; give its file or module as env.server in the run file, or as "

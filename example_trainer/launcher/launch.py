@@ -289,7 +289,7 @@ class Launch:
         stop: StopRequest,
     ) -> None:
         """Watch the programs until the trainer and then, within `wait_timeout`, the environments have ended."""
-        snapshot, config = feed.snapshot, self.settings.trainer
+        snapshot, config, limit = feed.snapshot, self.settings.trainer, self.settings.trainer.wait_timeout
         waiting = {TRAINER, *plan.environments}
         trainer_alone, environments_alone = Stopwatch(), Stopwatch()
         while waiting:
@@ -318,8 +318,8 @@ class Launch:
             lag_seconds, lag = _lag_of_trainer(snapshot, config)
             if trainer_alone.seconds(waiting == {TRAINER} and bool(plan.environments)) > lag_seconds:
                 raise ChildFailed(f"the environments have ended, but the trainer {lag}", exit_code=1)
-            if environments_alone.seconds(TRAINER not in waiting) > config.wait_timeout:
-                self.notes.append(f"{', '.join(sorted(waiting))} did not end after the training and was stopped")
+            if environments_alone.seconds(TRAINER not in waiting) > limit:
+                self.notes.append(f"{', '.join(sorted(waiting))}: stopped --wait-timeout {limit:g} s after training")
                 break
             time.sleep(TICK_SECONDS)
 

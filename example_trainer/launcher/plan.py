@@ -89,7 +89,6 @@ class Plan:
     """Id of the W&B run of trainer and environments; None if there is none, or if each has its own."""
     final_server: ChildSpec | None = None
     """Server of the last checkpoint for the final evaluation, in modes whose own server ends with the trainer."""
-
     add_server: Callable[[int, int], AddedServer] | None = field(default=None, compare=False, repr=False)
     """Plans one more inference server, with its index and port; None if the servers do not outlive a publish."""
 
@@ -167,15 +166,16 @@ class _Builder:
         content = self._observability() | {"host": self.endpoints.broker_host, "store": str(self.run.broker_store)}
         content |= self.settings.sections["api"]
         content = merge(content, flags.secret_values) | {"port": self.endpoints.broker_port}
-        path = self._write("api", {"api": content})
+        path, given = self._write("api", {"api": content}), self.settings.section("api")
         command = self._command(self.programs.broker, path, flags.without_secrets().unprefixed("api"))
-        in_memory = self.settings.section("api").get("store") == "memory"
+        in_memory = given.get("store") == "memory"
         return self._child(
             BROKER,
             command,
             settings="api",
             environment=self._environment(),
             may_restart=not in_memory,
+            restart_flags=("--no-fresh",) if "fresh" in given else (),  # else the run's own store would be deleted
             why_final="its store was memory, so the groups and batches of the run are gone" if in_memory else "",
         )
 
@@ -311,7 +311,7 @@ class _Builder:
             environment=self._environment() | self.wandb(TRAINER),
             ends_by_itself=True,
             may_restart=config.checkpoint_interval > 0,
-            why_final="" if config.checkpoint_interval else "with --checkpoint-interval 0 no checkpoint was written",
+            why_final="" if config.checkpoint_interval else "with --checkpoint-interval 0 it is not started again",
             # Not a failure: in other modes the trainer replaces its server, and W&B's service exits before the trainer.
             watch_descendants=outlives and not config.use_wandb,
         )

@@ -145,7 +145,8 @@ class Restarts:
         return [(self._resumed(pending.spec), pending.restarted) for pending in due]
 
     def _resumed(self, spec: ChildSpec) -> ChildSpec:
-        return spec if self._resumption is None else self._resumption.resuming(spec)
+        again = replace(spec, command=(*spec.command, *spec.restart_flags), restart_flags=())
+        return again if self._resumption is None else self._resumption.resuming(again)
 
     def unfinished(self, names: Collection[str]) -> set[str]:
         """Return those of these programs that have not ended by themselves; one that failed since the last judgement

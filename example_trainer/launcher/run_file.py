@@ -67,7 +67,8 @@ class RunConfig(TrainingConfig):
     )
     dry_run: bool = Field(False, description="Print what would run, and start nothing.")
     progress: Literal["auto", "live", "plain"] = Field(
-        "auto", description="live: one view that is redrawn; plain: one line per step; auto: live on a terminal."
+        "auto",
+        description="live: one view that is redrawn; plain: one line per step; auto: live where a terminal can redraw.",
     )
     quiet: bool = Field(False, description="Print only the summary at the end, and errors.")
     json_lines: bool = Field(

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from atropos_api.client.events import count_drops, explain_wait
 from atropos_api.common import metric_names as names
-from atropos_api.common.streams import discard_output
+from atropos_api.common.streams import can_redraw, discard_output
 from example_trainer.launcher.progress import Snapshot
 
 REFRESH_INTERVAL_SECONDS = 0.5
@@ -42,11 +42,11 @@ class View(Protocol):
 
 
 def make_view(choice: str, out: IO[str] | None = None) -> View:
-    """Make the view for `live`, `plain`, `json`, `quiet`, or `auto`: live if `out` is a terminal, and else plain."""
+    """Make the view for `live`, `plain`, `json`, `quiet`, or `auto`: live on a terminal that can redraw, else plain."""
     out = out or sys.stdout
     if choice in {"json", "quiet"}:
         return JsonView(out) if choice == "json" else QuietView()
-    live = choice == "live" or (choice == "auto" and out.isatty())
+    live = choice == "live" or (choice == "auto" and can_redraw(out))
     return LiveView(Console(file=out)) if live else PlainView(out)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from atropos_api.common.files import expand_home
 from atropos_api.common.identity import Address, host_in_url, is_this_host
 from atropos_api.common.observability import LogForm, MetricsHost, MetricsPort, TracesEndpoint
 from atropos_api.common.option_flags import aliases
@@ -28,6 +29,14 @@ from example_trainer.options.without_effect import settings_without_effect
 MOST_SERVERS = 512
 LARGEST_SEED = 2**32 - 1
 """The largest seed that every library accepts."""
+
+
+def named_directory(value: object) -> object:
+    """Return a directory as a user has written it with the home directory for its `~`; refuse an empty text."""
+    if value == "":  # as from a shell's unset variable; it would mean the present directory
+        raise ValueError("an empty text is not a directory; name one, or leave the option out")
+    # No shell has seen the ~ of a run file, or that of --run-dir=~/runs: a folder of that name would be made.
+    return str(expand_home(value)) if isinstance(value, str | Path) else value
 
 
 class ProcessOptions(BaseModel):
@@ -114,12 +123,7 @@ class RunOptions(ProcessOptions):
         "waits for before its first publish, one at least; atropos-grpo-run starts them here.",
     )
 
-    @field_validator("run_dir", "save_path", "log_dir", mode="before")
-    @classmethod
-    def _refuse_empty_path(cls, value: object) -> object:
-        if value == "":  # as from a shell's unset variable; it would mean the present directory
-            raise ValueError("an empty text is not a directory; name one, or leave the option out")
-        return value
+    _find_directories = field_validator("run_dir", "save_path", "log_dir", "resume", mode="before")(named_directory)
 
 
 class LoggingOptions(BaseModel):

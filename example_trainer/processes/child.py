@@ -80,6 +80,8 @@ class ChildSpec:
     """True if the program has failed when one of its long-lived processes vanishes."""
     may_restart: bool = False
     """True if the program goes on where it was when it is started again."""
+    restart_flags: tuple[str, ...] = ()
+    """Added to the command when the program is started again: what it did at its first start must not be repeated."""
     why_final: str = ""
     """The reason why a restart cannot help after its end, if that is not obvious."""
     largest_log_bytes: int = LARGEST_LOG_BYTES

@@ -23,6 +23,8 @@ from atropos_api.common.secrets import program_words
 
 MARK_VARIABLE = "ATROPOS_RUN_TREE"
 ORPHAN_GRACE_SECONDS = 1.5
+SECOND_GRACE_SECONDS = 2.5
+"""Time after a second SIGTERM: an environment then cancels its rollouts, which clean up within 2 s."""
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
@@ -99,8 +101,8 @@ def find_tree(roots: Iterable[psutil.Process], mark: str) -> list[psutil.Process
 def end_processes(
     find: Callable[[], list[psutil.Process]], *, grace_seconds: float, is_urgent: Callable[[], bool] = lambda: False
 ) -> None:
-    """Send SIGTERM to the heads of the processes that `find` returns, then SIGKILL to all that remain after the
-    grace, which ends early once `is_urgent`.
+    """Send SIGTERM to the heads of the processes that `find` returns, again to those that have not ended within the
+    grace, and then SIGKILL to all that remain. The grace ends early, without a second SIGTERM, once `is_urgent`.
 
     Heads are the processes whose parent is not among those found: a server that gets SIGTERM ends its own workers,
     and one whose workers get it first waits for their answers for ever. Processes that a head leaves behind get a
@@ -110,6 +112,9 @@ def end_processes(
     heads = _heads(find())
     _signal_all(heads, signal.SIGTERM)
     wait_until(lambda: is_urgent() or not any(map(is_alive, heads)), grace_seconds)
+    if grace_seconds and not is_urgent() and (busy := list(filter(is_alive, heads))):
+        _signal_all(busy, signal.SIGTERM)
+        wait_until(lambda: is_urgent() or not any(map(is_alive, busy)), SECOND_GRACE_SECONDS)
     if not any(map(is_alive, heads)):
         _signal_all(_heads(find()), signal.SIGTERM)
         if wait_until(lambda: not find(), min(grace_seconds, ORPHAN_GRACE_SECONDS)):

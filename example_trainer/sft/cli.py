@@ -28,7 +28,7 @@ from example_trainer.memory.fit import with_changes
 from example_trainer.memory.preflight import preflight
 from example_trainer.options.without_effect import settings_without_effect
 from example_trainer.sft.config import SftConfig
-from example_trainer.sft.output import CONFIG_FILE, claim_folder, refuse_used_folder, settle_folder
+from example_trainer.sft.output import CONFIG_FILE, RECORD_KEY, claim_folder, refuse_used_folder, settle_folder
 
 if TYPE_CHECKING:
     from example_trainer.distributed.ranks import Ranks
@@ -103,7 +103,7 @@ def _train(config: SftConfig, directory: Path, ranks: Ranks) -> int:
     torch.manual_seed(config.seed)
     directory = ranks.on_main(lambda: directory)
     data = _read(config)
-    record = {"sft": public_settings(config), **provenance()}
+    record = {RECORD_KEY: public_settings(config), **provenance()}
     stop = StopFlag()
     with ExitStack() as held, stop.listening():
         ranks.on_main(lambda: held.enter_context(locked({"--save-path": directory})))

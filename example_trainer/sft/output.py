@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atropos_api.common.cliconfig import ConfigError
-from atropos_api.common.files import move_link, sync_path, write_directory
+from atropos_api.common.files import move_link, read_json_object, sync_path, write_directory
 from example_trainer.checkpoint_model_files import raising_os_errors, write_merged_model
 from example_trainer.checkpointing import LATEST, PREFIX
 from example_trainer.errors import CheckpointError
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 FINAL_MODEL = "final_model"
 SUMMARY_FILE = "summary.json"
 CONFIG_FILE = "config.json"
+RECORD_KEY = "sft"
+"""The key of the settings in that file, by which a fine-tuning's folder is known."""
 
 
 def settle_folder(config: SftConfig) -> Path:
@@ -44,8 +46,17 @@ def refuse_used_folder(directory: Path) -> None:
 
 
 def claim_folder(directory: Path, *, deletes: bool) -> None:
-    """Make the folder, without an earlier run's files if they are to be deleted; it can be written after this."""
+    """Make the folder, without an earlier run's files if they are to be deleted; it can be written after this.
+
+    Raises `ConfigError` if `config.json` is not that of a fine-tuning: the folder is then a model, or another run.
+    """
     if deletes:
+        record = directory / CONFIG_FILE
+        if record.exists() and RECORD_KEY not in read_json_object(record):
+            raise ConfigError(
+                f"--overwrite: --save-path {directory} has a {CONFIG_FILE} that atropos-sft did not write, so it may "
+                "be a model; name another folder"
+            )
         for path in list(_files_of_a_run(directory)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from atropos_api.client import BrokerRefused, BrokerUnreachable
+from atropos_api.client import BrokerRefused, is_outage
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.secrets import public_settings
 from atropos_api.common.tracing import Span, current_span
@@ -279,6 +279,5 @@ def _ends_batches(error: AtroposError) -> bool:
     The batches since the last checkpoint may be gone with their broker; with --checkpoint-interval 0 those of all steps
     are. A broker that has lost its store does not know the run.
     """
-    if isinstance(error, BrokerRefused):
-        return error.kind == "unknown-run"
-    return isinstance(error, BadBatch | BatchTimeout | BrokerUnreachable | MissingLogprobs)
+    is_forgotten = isinstance(error, BrokerRefused) and error.kind == "unknown-run"
+    return is_forgotten or is_outage(error) or isinstance(error, BadBatch | BatchTimeout | MissingLogprobs)

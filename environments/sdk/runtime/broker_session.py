@@ -62,13 +62,15 @@ class BrokerConnection:
 
     async def register(self) -> EnvironmentInfo:
         """Wait for the broker and register, or register again after the broker has forgotten this environment."""
+        from atropos_api.client import is_outage
+
         wait = Wait(self._wait_timeout_seconds)
         while True:
             await self._client.wait_until_ready(self._wait_timeout_seconds, logger.info)
             try:
                 self.info = await self._client.register_environment(self._request)
             except AtroposError as error:  # a broker that has just become ready may end again
-                if wait.is_over or not _is_outage(error):
+                if wait.is_over or not is_outage(error):
                     raise
                 logger.warning("%s; waiting for the broker", error)
                 await anyio.sleep(PAUSE_SECONDS)
@@ -216,9 +218,9 @@ class BrokerConnection:
 
     async def _recover(self, error: Exception) -> None:
         """Wait and register again after an outage or a broker that lost its state; raise any other error."""
-        from atropos_api.client import BrokerRefused
+        from atropos_api.client import BrokerRefused, is_outage
 
-        if _is_outage(error):
+        if is_outage(error):
             logger.warning("%s; waiting for the broker", error)
             await anyio.sleep(PAUSE_SECONDS)
         elif not (isinstance(error, BrokerRefused) and error.kind == "unknown-environment"):
@@ -256,13 +258,6 @@ class BrokerConnection:
             logger.warning("paused by the broker: %s", pacing.paused_because)
         if known != pacing:
             self.changed.notify()
-
-
-def _is_outage(error: Exception) -> bool:
-    """Return True for an error that is over once the broker is up again."""
-    from atropos_api.client import BrokerRefused, BrokerUnreachable
-
-    return isinstance(error, BrokerUnreachable) or (isinstance(error, BrokerRefused) and error.is_passing)
 
 
 def _lacks_route(error: BrokerRefused) -> bool:

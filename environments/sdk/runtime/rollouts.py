@@ -313,7 +313,7 @@ class RolloutRunner:
                         with contained():  # no time limit: a late teacher costs its logprobs, not the group
                             await self._env.handle_send_to_api(finished, drawn.item)
             finally:
-                with contained():
+                with anyio.CancelScope(shield=True), contained():  # else a cancelled rollout's ends at its first wait
                     await self._env.cleanup()
             self.backlog.extend(more)
             if not finished and not buffer.accepted:

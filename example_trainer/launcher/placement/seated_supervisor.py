@@ -1,6 +1,7 @@
 """A supervisor whose programs run in seats; those without a role run beside the launcher, as under `Supervisor`.
 
-A gang is one program here: it has ended well once all its processes have, and has failed with the first that fails.
+A gang is one program here: it has ended well once all its processes have, and has failed with the first that fails. A
+process that loses another ends with a refusal, maybe before that one does, whose exit code tells more: it is awaited.
 Then all of them are stopped, and started again together. Where a seat is lost, the role is released and placed anew in
 a thread, so that the launch goes on meanwhile; a role that finds no place in time has failed once more.
 """
@@ -23,6 +24,9 @@ from example_trainer.processes.tree import wait_until
 
 _PARALLEL_STOPS = 32
 _WAIT_INTERVAL_SECONDS = 0.1
+_REFUSED = 2
+_GANG_ENDS_SECONDS = 25.0
+"""Time for the others of a gang to end after a refusal: a trainer process ends within 20 s of its last line."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,6 +37,7 @@ class SeatedProgram(SupervisedProgram):
     seats: Sequence[Seat] = ()
     """Its seats; none while it waits for a place."""
     _code: int | None = field(default=None)
+    _refused_at: float | None = field(default=None)
 
     @property
     def exit_code(self) -> int | None:
@@ -40,18 +45,29 @@ class SeatedProgram(SupervisedProgram):
 
     def look(self, lost: Mapping[str, str]) -> None:
         """Take over the state of its processes; `lost` has the reasons for the lost seats by name."""
-        codes: list[int | None] = []
+        codes: dict[str, int | None] = {}
         for name, seat in zip(self.role.program_names, self.seats, strict=bool(self.seats)):
             state = seat.state()
             is_lost = seat.name in lost and state.exit_code is None  # of a process that has ended it is no loss
             loss = f"its seat on {seat.address} ({lost[seat.name]})" if is_lost else state.loss
-            if loss is not None or state.exit_code:
+            if loss is not None:
                 self.log_path = self.log_path.with_name(f"{name}.log")
             if loss is not None and self.loss is None:
                 self.loss = LostProcess(title=loss, noticed_at=time.monotonic())
-            codes.append(state.exit_code)
-        failed = [code for code in codes if code]
-        self._code = failed[0] if failed else 0 if codes and None not in codes else None
+            codes[name] = state.exit_code
+        failed = sorted((name for name, code in codes.items() if code), key=lambda name: codes[name] == _REFUSED)
+        if failed and not self._awaits_others(codes):
+            self.log_path = self.log_path.with_name(f"{failed[0]}.log")
+            self._code = codes[failed[0]]
+        elif codes and set(codes.values()) == {0}:
+            self._code = 0
+
+    def _awaits_others(self, codes: Mapping[str, int | None]) -> bool:
+        """Return True if all that have failed have refused something, and others still run, for a while."""
+        if {*codes.values()} - {None, 0} != {_REFUSED} or None not in codes.values():
+            return False
+        self._refused_at = self._refused_at or time.monotonic()
+        return time.monotonic() - self._refused_at < _GANG_ENDS_SECONDS
 
 
 class SeatedSupervisor(Supervisor):

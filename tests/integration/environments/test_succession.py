@@ -6,6 +6,7 @@ import pytest
 from atropos_api.testing import memory_broker
 from atropos_api.wire.messages import RunRequest
 from environments.arithmetic_server import ArithmeticEnv
+from environments.sdk.runtime.stopping import StopRequest
 from environments.sdk.runtime.worker import EnvironmentWorker
 from tests.integration.environments.test_serve import make_env, make_fake, train
 from tests.integration.environments.training import batches_of
@@ -90,8 +91,8 @@ async def test_two_processes_of_one_program_are_two_environments_of_the_run(toke
     with anyio.fail_after(60):
         async with client, anyio.create_task_group() as group:
             group.start_soon(begin_once_both_are_there)
-            for env in environments:
-                group.start_soon(EnvironmentWorker(env, client).serve)
+            for env in environments:  # each with its own stop: two in one process would restore each other's handlers
+                group.start_soon(EnvironmentWorker(env, client, StopRequest()).serve)
     rows = list(app.context.broker.state.environments)
     names = [environments[0].registered_name, f"{environments[0].registered_name}_1"]
     assert [row.name for row in rows] == names

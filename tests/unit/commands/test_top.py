@@ -198,9 +198,12 @@ def test_lines_elsewhere_than_on_a_terminal_and_a_broker_that_comes_back():
     assert errors == ""
 
 
-def test_a_name_that_cannot_be_looked_up_any_more_is_a_lost_connection(monkeypatch):
+@pytest.mark.parametrize(
+    "outage", [BrokerHostUnknown("no name server answers"), BrokerRefused({"detail": "Bad Gateway of a proxy"}, 502)]
+)
+def test_a_broker_whose_name_or_proxy_fails_once_it_is_watched_is_a_lost_connection(monkeypatch, outage):
     status = ServerEvent(id=None, type="status", data={"run": None})
-    outcomes = iter([[status], BrokerHostUnknown("no name server answers"), [status], KeyboardInterrupt()])
+    outcomes = iter([[status], outage, [status], KeyboardInterrupt()])
 
     def watch(*_, **__):
         outcome = next(outcomes)
@@ -213,7 +216,7 @@ def test_a_name_that_cannot_be_looked_up_any_more_is_a_lost_connection(monkeypat
     out = io.StringIO()
     with pytest.raises(KeyboardInterrupt):
         top.run(["http://of-a-pod.test:8000"], out)
-    assert "no name server answers" in out.getvalue()
+    assert str(outage) in out.getvalue()
     assert next(outcomes, None) is None
 
 

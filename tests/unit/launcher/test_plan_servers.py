@@ -1,4 +1,4 @@
-"""The plan of a launch with several inference servers: their GPUs, shares, addresses and caches."""
+"""The plan of a launch with several inference servers: their GPUs, shares, addresses and caches; and its broker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.cliconfig import ConfigError, load_config
+from atropos_api.config import BrokerConfig
 from example_trainer.config import TrainingConfig
 from example_trainer.launcher import plan as plan_module
 from example_trainer.processes.ports import PortTaken
@@ -134,3 +135,17 @@ def test_servers_that_run_elsewhere_are_used_and_not_started(tmp_path: Path, whe
     assert made.settings_of("trainer")["trainer"]["inference_urls"] == urls
     sampled = made.settings_of("environment")["openai"]
     assert [(server["base_url"], server["timeout"]) for server in sampled] == [(f"{url}/v1", "9") for url in urls]
+
+
+def test_a_broker_that_begins_with_a_fresh_store_keeps_it_when_it_is_started_again(tmp_path: Path) -> None:
+    run_file = tmp_path / "fresh.yaml"
+    run_file.write_text("trainer: {model_name: m}\napi: {fresh: true}\n")
+    for argv in (["--api.fresh"], ["--config", str(run_file)]):
+        broker = plan(tmp_path, *argv).child("broker")
+        assert broker is not None
+        assert broker.restart_flags == ("--no-fresh",)
+        config = load_config(BrokerConfig, ["--fresh", *broker.restart_flags], prog="run-api", description="")
+        assert config.fresh is False
+    usual = plan(tmp_path).child("broker")
+    assert usual is not None
+    assert usual.restart_flags == ()

@@ -18,9 +18,10 @@ import pytest
 from rich.console import Console
 
 from atropos_api.common.cliconfig import ConfigError
+from example_trainer.commands import top
 from example_trainer.launcher.progress import KEPT_ROWS, SILENCE_SECONDS, Endpoint, Feed, Snapshot, silent_environments
 from example_trainer.launcher.run_file import read_settings
-from example_trainer.launcher.views import LastingView, PlainView, make_view, render, sparkline
+from example_trainer.launcher.views import LastingView, LiveView, PlainView, make_view, render, sparkline
 from example_trainer.monitoring.trackers import MetricsTail
 
 
@@ -160,6 +161,19 @@ def test_without_a_terminal_each_step_is_one_line(tmp_path: Path) -> None:
 
 
 SIGN = {"event": "health", "sign": "kl", "step": 2, "value": 3.0, "message": "diverging KL", "advice": "lower --lr"}
+
+
+@pytest.mark.parametrize(("term", "view"), [("xterm", LiveView), ("dumb", PlainView)])
+def test_a_terminal_that_cannot_redraw_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, term: str, view: type[LiveView | PlainView]
+) -> None:
+    """In a shell of Emacs, which says TERM=dumb, the panel was shown once, at the end of the run."""
+    monkeypatch.setenv("TERM", term)
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        assert isinstance(make_view("auto", terminal), view)
+        assert type(top.make_view("text", terminal)).__name__ == view.__name__
+    os.close(ours)
 
 
 def test_a_sign_of_trouble_is_shown_once_with_its_advice_by_lines_and_panel(tmp_path: Path) -> None:

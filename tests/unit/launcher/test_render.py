@@ -196,9 +196,21 @@ def test_the_name_of_a_job_is_one_that_kubernetes_takes(run_file, capsys, name: 
         assert re.fullmatch(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?", manifest["metadata"]["name"])
 
 
+@pytest.mark.parametrize("pair", [("訓練", "評価"), ("a" * 60 + "1", "a" * 60 + "2")])
+def test_runs_whose_names_kubernetes_does_not_take_do_not_share_a_directory(run_file, capsys, pair) -> None:
+    """Both were `/atropos/runs/atropos`, so that the second run went on from the checkpoints of the first."""
+    scripts = set()
+    for name in pair:
+        run_file.write_text(TEXT.replace("My Run_1", f"'{name}'"))
+        config, _ = yaml.safe_load_all(rendered(capsys, "kuberay", str(run_file), "--image", "i"))
+        scripts.add(config["data"]["launch.sh"])
+    assert len(scripts) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (("slurm", "RUN", "--run-dir", ""), "--run-dir: an empty text is not a directory"),
         (("kuberay", "RUN"), "--image is needed"),
         (("slum", "RUN"), "did you mean slurm"),
         (("slurm",), "name the scheduler and the run file"),

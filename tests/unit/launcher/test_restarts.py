@@ -94,6 +94,16 @@ def test_a_killed_program_is_started_again_after_its_pause_and_once(supervisor, 
     assert "vllm" not in restarts
 
 
+def test_what_a_program_did_at_its_first_start_is_not_repeated(supervisor, restarts, clock) -> None:
+    """A broker with --api.fresh deleted the store of its run when it was started again."""
+    first = replace(program(SLEEP, name="broker"), restart_flags=("--no-fresh",))
+    killed(supervisor.start(first))
+    for _ in range(2):
+        restarts.plan(restarts.judge_failures(()))
+        killed(again := start_due(supervisor, restarts, clock))
+        assert again.spec.command == (*first.command, "--no-fresh")
+
+
 def test_pauses_double_while_failures_follow_each_other(supervisor, restarts, clock) -> None:
     for number in range(3):
         killed(supervisor.start(program(SLEEP)))

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from atropos_api.common.cliconfig import ConfigError
+from atropos_api.config import BrokerConfig
+from environments.sdk.config import BaseEnvConfig
 from example_trainer.launcher.environment_settings import OF_ONE_ENVIRONMENT
 from example_trainer.launcher.run_file import read_settings, trainer_settings
 from example_trainer.launcher.section_flags import split_section_flags
+from example_trainer.sft.config import SftConfig
 
 RUN_FILE = """
 trainer: {model_name: m, training_steps: 5, lr: 1.0e-4}
@@ -55,6 +58,25 @@ def test_settings_that_have_no_effect_in_this_launch_are_remarked_on(tmp_path: P
         "--vllm-tensor-parallel-size 2",
     ]
     assert read_settings(["--model-name", "m", "--weight-bridge-mode", "lora_only", *idle]).remarks == ()
+
+
+def test_a_home_directory_is_found_in_every_place_for_a_file_and_none_is_made_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`run_dir: ~/runs/x` made a folder `~` in the present one: no shell sees what a run file holds."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.yaml").write_text(
+        "trainer: {model_name: m, run_dir: ~/runs/x, save_path: ~/kept, log_dir: ~/logs}"
+    )
+    config = read_settings(["--config", str(tmp_path / "run.yaml"), "--resume=~/kept/checkpoint-3"]).trainer
+    assert (config.run_dir, config.save_path) == (tmp_path / "runs/x", tmp_path / "kept")
+    assert (config.log_dir, config.resume) == (tmp_path / "logs", str(tmp_path / "kept/checkpoint-3"))
+    assert SftConfig(model_name="m", dataset="d", save_path=Path("~/sft")).save_path == tmp_path / "sft"
+    assert BrokerConfig(store="~/store").store == str(tmp_path / "store")
+    assert BrokerConfig(store="redis://~/0").store == "redis://~/0"
+    environment = BaseEnvConfig(data_path_to_save_groups="~/groups.jsonl", data_dir_to_save_evals="~/evals")
+    assert environment.data_path_to_save_groups == str(tmp_path / "groups.jsonl")
+    assert environment.data_dir_to_save_evals == str(tmp_path / "evals")
 
 
 def test_flags_lie_over_files_and_later_files_over_earlier_ones(run_file: str, tmp_path: Path) -> None:
@@ -174,6 +196,10 @@ def test_section_flags_may_be_negated() -> None:
         ),
         (["--model-name", "m", "--opneai.x", "1"], "unknown option --opneai.x, did you mean openai?"),
         (["--config"], "--config needs the path"),
+        (
+            ["--model-name", "m", "--env", "a_server.py", "run.yaml"],
+            "takes one name, got a_server.py run.yaml; a run file",
+        ),
         (["--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
     ],
 )

@@ -77,6 +77,25 @@ def test_a_gang_has_ended_once_all_its_processes_have_and_fails_with_the_first_t
     assert program.log_path == tmp_path / "trainer-rank-1.log", "the log of the process that failed"
 
 
+def test_a_gang_fails_with_the_process_that_failed_and_not_with_one_that_lost_it_and_ended_sooner(
+    supervisor, placement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rank ended with 2 before the first, which had crashed, was gone: the run was not started again."""
+    program = supervisor.start(spec("trainer"))
+    first, second = placement.places["trainer"]
+    second.now = ProgramState(exit_code=2)
+    assert supervisor.failed() == []
+    first.now = ProgramState(exit_code=1)
+    assert [failed.exit_code for failed in supervisor.failed()] == [1]
+    assert program.log_path == tmp_path / "trainer.log"
+    again = supervisor.start(spec("trainer"))
+    second.now = ProgramState(exit_code=2)
+    assert supervisor.failed() == []
+    monkeypatch.setattr("example_trainer.launcher.placement.seated_supervisor._GANG_ENDS_SECONDS", 0.0)
+    assert [failed.exit_code for failed in supervisor.failed()] == [2]
+    assert again.log_path == tmp_path / "trainer-rank-1.log"
+
+
 def test_a_lost_seat_ends_its_gang_which_is_placed_anew_as_a_whole(supervisor, placement) -> None:
     restarts = Restarts(supervisor, RestartBudget(restarts=2, window_seconds=60), clock=lambda: 0.0)
     supervisor.start(spec("trainer"))

@@ -22,7 +22,7 @@ from example_trainer.launcher.plan import Programs
 from example_trainer.launcher.run_dir import DirectoryUnusable, RunDirectoryInUse, plan_run_dir
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.launcher.run_lock import locked
-from example_trainer.processes.ports import NoPort
+from example_trainer.processes.ports import NoPort, PortTaken
 from example_trainer.run import describe
 
 
@@ -116,7 +116,7 @@ def test_a_tiny_model_that_there_is_not_is_reported_with_the_nearest(tmp_path: P
 def test_a_run_directory_that_is_a_file_or_no_text_and_a_resume_of_no_run_are_reported(occupied: Path) -> None:
     with pytest.raises(DirectoryUnusable, match=rf"--run-dir {occupied}: cannot be written \(File exists\)"):
         plan_launch(read_settings(["--model-name", "org/model", "--run-dir", str(occupied)]))
-    for flag in ("--run-dir", "--save-path", "--log-dir"):  # as a shell writes a variable that is not set
+    for flag in ("--run-dir", "--save-path", "--log-dir", "--resume"):  # as a shell writes a variable that is not set
         with pytest.raises(ConfigError, match=rf"{flag}: an empty text is not a directory"):
             read_settings(["--model-name", "org/model", flag, ""])
     with pytest.raises(ConfigError, match=r"--resume auto: .* name that of the run with --run-dir"):
@@ -135,6 +135,20 @@ def test_a_run_directory_that_is_a_file_or_no_text_and_a_resume_of_no_run_are_re
 def test_a_value_that_is_not_a_port_is_reported(tmp_path: Path, flags: tuple[str, ...], told: str) -> None:
     argv = ["--model-name", "org/model", "--run-dir", str(tmp_path / "run"), "--env.server", __file__, *flags]
     with pytest.raises(NoPort, match=told):
+        dry_plan(plan_launch(read_settings(argv)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "port"),
+    [
+        (("--vllm.port", "28417", "--api.port", "28417"), 28417),
+        (("--vllm.port", "28417", "--num-inference-nodes", "2", "--api.port", "28418"), 28418),
+    ],
+)
+def test_a_port_that_two_programs_are_given_is_reported(tmp_path: Path, flags: tuple[str, ...], port: int) -> None:
+    """The second program ended with an error that named the first one, once its model was loaded."""
+    argv = ["--model-name", "org/model", "--run-dir", str(tmp_path / "run"), "--env.server", __file__, *flags]
+    with pytest.raises(PortTaken, match=f"port {port} is asked for by two programs"):
         dry_plan(plan_launch(read_settings(argv)))
 
 

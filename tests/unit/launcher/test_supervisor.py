@@ -195,6 +195,32 @@ def test_closing_ends_children_that_ignore_sigterm_and_those_in_sessions_of_thei
     assert not [process for process in (child.handle, worker, stubborn.handle) if is_alive(process)]
 
 
+CLEANS_UP_AT_A_SECOND_SIGNAL = """
+import pathlib, signal, sys, time
+signals = []
+def note(*_):
+    signals.append(1)
+    if len(signals) == 2:
+        pathlib.Path(sys.argv[1], "cleaned-up").touch()
+        sys.exit(0)
+signal.signal(signal.SIGTERM, note)
+pathlib.Path(sys.argv[1], "serves").touch()
+while True:
+    time.sleep(600)
+"""
+
+
+def test_a_child_whose_work_outlasts_the_grace_may_clean_up_before_it_is_killed(tmp_path: Path) -> None:
+    """An environment drains for 10 s at a first signal; it was killed after 3 s, before its rollouts could clean up."""
+    supervisor = Supervisor(tmp_path / "logs")
+    (tmp_path / "logs").mkdir()
+    child = supervisor.start(python("environment", CLEANS_UP_AT_A_SECOND_SIGNAL, str(tmp_path)))
+    assert wait_until((tmp_path / "serves").exists, 10)
+    supervisor.close(grace_seconds=0.3)
+    assert (tmp_path / "cleaned-up").exists()
+    assert child.exit_code == 0
+
+
 def test_an_urgent_stop_does_not_wait_for_a_child_that_is_still_busy(supervisor: Supervisor) -> None:
     stubborn = supervisor.start(python("trainer", f"print('ready', flush=True); {STUBBORN}"))
     assert wait_until(lambda: "ready" in stubborn.last_lines(), 10)

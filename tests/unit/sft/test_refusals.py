@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.errors import AtroposError
 from example_trainer.errors import DoesNotFit
 from example_trainer.launcher.run_lock import locked
 from example_trainer.sft.cli import run
+from example_trainer.sft.output import claim_folder
 from example_trainer.testing import make_tiny_model
 from example_trainer.tiny.model import PADDED_VOCABULARY_SIZE
 from example_trainer.tiny.tokenizer import make_tokenizer
@@ -100,6 +102,19 @@ def test_chats_without_a_template_name_the_file_that_would_give_one(sft: Sft, tm
     with pytest.raises(AtroposError, match=r"no chat template.*--chat-template"):
         sft(model=model)
     sft("--training-steps", "1", rows=[{"prompt": "1 + 1 =", "completion": " 2"}], model=model, folder="texts")
+
+
+def test_overwrite_deletes_no_model_and_no_run_of_another_program(tmp_path: Path) -> None:
+    """It removed the config.json of a model, and the checkpoints of a GRPO run."""
+    for content in ('{"model_type": "llama"}', '{"trainer": {}}'):
+        (tmp_path / "checkpoint-3").mkdir(exist_ok=True)
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"--overwrite: .* has a config.json that atropos-sft did not write"):
+            claim_folder(tmp_path, deletes=True)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "config.json"]
+    (tmp_path / "config.json").write_text('{"sft": {}}')
+    claim_folder(tmp_path, deletes=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_in_use_is_not_touched(sft: Sft) -> None:

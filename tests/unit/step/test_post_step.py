@@ -93,6 +93,7 @@ NO_MORE = [
     BatchTimeout("no environment filled batch 2"),
     BrokerUnreachable("nothing answers"),
     BrokerRefused({"type": "https://atropos/problems/unknown-run", "detail": "no run r"}, 404),
+    BrokerRefused({"detail": "Bad Gateway of a proxy"}, 502),
 ]
 
 

@@ -213,6 +213,29 @@ async def test_cleanup_follows_every_attempt(tmp_path):
     assert rehearsal.env.cleaned == 2
 
 
+async def test_the_cleanup_of_a_cancelled_rollout_is_not_cut_short(tmp_path):
+    """A rollout is cancelled at the run's end and at a second signal; its container stayed."""
+    begun = anyio.Event()
+
+    class Tidy(Env):
+        cleaned = False
+
+        async def collect_trajectories(self, item):
+            begun.set()
+            await anyio.sleep_forever()
+
+        async def cleanup(self):
+            await anyio.sleep(0.01)
+            self.cleaned = True
+
+    async with Rehearsal(Tidy, ["x"], tmp_path) as rehearsal, anyio.create_task_group() as tasks:
+        collector, _ = await collector_of(rehearsal.env)
+        tasks.start_soon(collector.collect, DrawnItem(1))
+        await begun.wait()
+        tasks.cancel_scope.cancel()
+    assert rehearsal.env.cleaned
+
+
 async def test_several_groups_of_an_item_are_all_sent_and_the_missing_ones_left_out(tmp_path):
     class Several(Env):
         async def collect_trajectories(self, item):

@@ -1,0 +1,43 @@
+"""The trainer's exit code tells a broker that is gone, which a new start waits for, from what no new start mends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from atropos_api.client import BrokerRefused, BrokerUnreachable
+from atropos_api.common.errors import AtroposError
+from example_trainer import cli
+from example_trainer.config import TrainingConfig
+from example_trainer.distributed.ranks import Ranks
+from example_trainer.errors import BadBatch
+
+GONE = BrokerUnreachable("Atropos API not reachable")
+
+
+def end_with(error: AtroposError, method: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("example_trainer.trainers.Trainer", lambda *_, **__: Mock(**{f"{method}.side_effect": error}))
+    monkeypatch.setattr(cli, "_bridge", Mock())
+    config = TrainingConfig(model_name="model", run_dir=run_dir)
+    return cli._train_in(Mock(), config, Ranks(), Mock())
+
+
+@pytest.mark.parametrize("error", [GONE, BrokerRefused({"detail": "the disk is full"}, 503)])
+def test_a_run_that_loses_its_broker_ends_with_a_code_after_which_it_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: AtroposError
+) -> None:
+    """It ended with 2 as a refused setting does, and the launcher gave up a run that could go on."""
+    assert end_with(error, "train", tmp_path, monkeypatch) == cli.BROKER_LOST == 75
+    assert f"atropos-grpo: error: {error}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "method"), [(GONE, "set_up"), (BadBatch("no tokens"), "train"), (BrokerRefused({}, 409), "train")]
+)
+def test_what_a_new_start_does_not_mend_stays_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: AtroposError, method: str
+) -> None:
+    with pytest.raises(type(error)):
+        end_with(error, method, tmp_path, monkeypatch)
