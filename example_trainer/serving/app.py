@@ -173,6 +173,8 @@ logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 2
 _WATCH_SECONDS = 0.5
+_DRAINED_LOOK_SECONDS = 10.0
+"""Interval of the looks at what a draining server still has; answers that the engine has ended get about as long."""
 
 
 class ServerRun:
@@ -331,12 +333,12 @@ class ServerRun:
             identity,
             state.load,
             is_trainer=lambda headers: secrets.compare_digest(bearer(headers), token),
-            on_drain=lambda: self._end_when_drained(state.gate),
+            on_drain=lambda: self._end_when_drained(state.gate, state.fence),
         )
 
-    def _end_when_drained(self, gate: AdmissionGate) -> None:
+    def _end_when_drained(self, gate: AdmissionGate, fence: Fence) -> None:
         async def end() -> None:
-            await gate.wait_until_empty(None)
+            await until_drained(gate, fence)
             logger.info("drained; the server ends")
             self._stop.set()
 
@@ -393,6 +395,17 @@ def _make_server(asgi: ASGIApp, options: dict[str, Any]) -> HandoverServer:
     return HandoverServer(config)
 
 
+async def until_drained(gate: AdmissionGate, fence: Fence) -> None:
+    """Return once no request is inside that could still end.
+
+    No publish reaches a draining server, so requests that are paused with torn weights never end; and a client may read
+    its answer no further.
+    """
+    while not await gate.wait_until_empty(_DRAINED_LOOK_SECONDS):
+        if fence.torn or not await fence.computes():
+            return
+
+
 async def _watch(serving: asyncio.Future[None], stop: asyncio.Event, state: ServerState) -> str | None:
     """Return when told to stop, when the HTTP server has ended, or, with the cause, when the engine has failed."""
     failure = None
@@ -413,7 +426,8 @@ async def _stop(
 ) -> None:
     """Hand all connections over to the next server, or end them here; then stop the engine."""
     server.stop_accepting()
-    drain_seconds = 0.0 if state.engine.async_llm.errored else state.config.drain_seconds
+    can_drain = not (state.engine.async_llm.errored or state.fence.torn)  # torn weights have paused what runs
+    drain_seconds = state.config.drain_seconds if can_drain else 0.0
     state.fence.stop(refuse=False)
     handed_over = successor is not None and await hand_over(
         server.server_state.connections,

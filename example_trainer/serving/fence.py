@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ from example_trainer.serving.publish import Answer, Lease, PastPublishes, Publis
 from example_trainer.weight_protocol.shm_header import NO_VERSION, PolicyVersion, SegmentHeader
 
 logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
 
 
 class Engine(Protocol):
@@ -185,6 +188,11 @@ class Fence:
             self._held = False
             self._update_gate()
 
+    async def computes(self) -> bool:
+        """Return True if the engine has requests: those inside that it has not only wait for their clients."""
+        running = await self._engine.running()
+        return bool(running["computed_tokens"] or running["waiting"])
+
     def stop(self, *, refuse: bool = True) -> None:
         """Admit no request from now on: new ones are refused, or wait for the next server."""
         self._stopped = True
@@ -229,8 +237,8 @@ class Fence:
         if self.torn:
             return None
         if in_flight != "auto":
-            limits = {"drain": limit_seconds, "finish": None}
-            await self._gate.wait_until_empty(limits.get(in_flight, 0.0))
+            limits = {"drain": limit_seconds, "finish": math.inf}
+            await self._wait_for_running(limits.get(in_flight, 0.0))
             return None
         if not self._gate.inside:
             return NOTHING_RUNS
@@ -241,6 +249,17 @@ class Fence:
         while plan.seconds > 0 and not await self._gate.wait_until_empty(plan.seconds):
             plan = plan_drain(await self._engine.running(), end - time.monotonic(), places=first.places)
         return first
+
+    async def _wait_for_running(self, limit_seconds: float) -> None:
+        """Wait until the requests inside have ended, or the engine computes none of them.
+
+        The others wait for their clients: one that read its stream no further, or never sent the body that it had
+        announced, held up a publish under `finish` without end.
+        """
+        end = time.monotonic() + limit_seconds
+        while (left := end - time.monotonic()) > 0:
+            if await self._gate.wait_until_empty(min(left, _LOOK_SECONDS)) or not await self.computes():
+                return
 
     @contextmanager
     def _abandoning_on_error(self, publish: Publish) -> Iterator[None]:
