@@ -272,7 +272,9 @@ class ServerRun:
         if self._identity is not None:
             state.registration = self._register(state, self._identity)
         if manifest is not None:
-            state.manifest_path = write_manifest(manifest, self._config.manifest_directory(os.environ))
+            directory = self._config.manifest_directory(os.environ)
+            startup.check_manifest(directory, self._config.port)  # again: another server may have started meanwhile
+            state.manifest_path = write_manifest(manifest, directory)
             logger.info("weights are shared; trainers find them through %s", state.manifest_path)
         elif self._config.stores_token(os.environ):
             state.token_path = write_token(self._config.manifest_directory(os.environ), token, port=self._config.port)

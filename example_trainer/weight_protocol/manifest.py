@@ -24,6 +24,8 @@ from example_trainer.errors import TrainerError
 from example_trainer.weight_protocol.shm_header import ParamMapping, Storage, TensorMap
 
 MANIFEST_NAME = "vllm_bridge_config.json"
+_ENDED_STATES = frozenset({"Z", "X"})
+"""States in `/proc/PID/stat` of a process that has ended and that its parent has not waited for."""
 
 
 class ManifestMissing(TrainerError):
@@ -142,7 +144,8 @@ def process_start_time(pid: int) -> float | None:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return None
-    return float(stat.rpartition(")")[2].split()[19])
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in _ENDED_STATES else float(fields[18])
 
 
 def _check_owner(path: Path) -> None:
