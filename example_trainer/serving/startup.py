@@ -23,6 +23,7 @@ from atropos_api.common.files import expand_home, read_json_object
 from example_trainer.errors import CannotServe
 from example_trainer.serving import problems
 from example_trainer.serving.config import ServerConfig
+from example_trainer.weight_protocol.base_record import RECORD_NAME, read_base_record
 from example_trainer.weight_protocol.manifest import (
     MANIFEST_NAME,
     ManifestMissing,
@@ -69,9 +70,14 @@ def check_model(model: str) -> None:
 
 
 def await_model(model: str) -> None:
-    """Return once `model` is a directory with a model: a trainer renames it into place when it is complete."""
+    """Return once `model` is a directory with a model: a trainer renames it into place when it is complete.
+
+    A base whose record names files that it lacks was copied in part, and the trainer replaces it.
+    """
     directory, wait = expand_home(model), Wait()
-    while not (directory / "config.json").is_file():
+    while not (directory / "config.json").is_file() or (
+        (directory / RECORD_NAME).exists() and read_base_record(directory) is None
+    ):
         if wait.has_line():
             logger.info("waiting for a trainer to write %s (%.0f s)", directory, wait.seconds)
         time.sleep(_POLL_SECONDS)

@@ -24,6 +24,7 @@ from example_trainer.serving.config import (
 )
 from example_trainer.serving.start import _answers_while_starting
 from example_trainer.serving.vllm import failure_cause
+from example_trainer.weight_protocol.base_record import BaseRecord
 
 
 def config(**fields):
@@ -240,6 +241,23 @@ def test_a_model_that_a_trainer_will_write_is_waited_for_and_not_refused(tmp_pat
     assert len(waits) == 2
     startup.await_model(str(directory))
     assert len(waits) == 2, "a base that is there, as in a run that is resumed, is loaded at once"
+
+
+def test_a_base_that_was_copied_in_part_is_waited_for(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("weights")
+    BaseRecord(digest="d", model="m", dtype="float32").write(tmp_path)
+    startup.await_model(str(tmp_path))
+    (tmp_path / "model.safetensors").write_text("wei")
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        (tmp_path / "model.safetensors").write_text("weights")
+
+    monkeypatch.setattr(startup.time, "sleep", wait)
+    startup.await_model(str(tmp_path))
+    assert len(waits) == 1
 
 
 @pytest.mark.parametrize("name", ["owner/name", "gpt2"])
