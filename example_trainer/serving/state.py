@@ -60,6 +60,8 @@ class ServerState:
     registration: Registration | None = None
     """The registration at a broker, if there is one."""
     sleeping: bool = False
+    exchanges: int = 0
+    """Broadcasts that are joined or received now: receiving copies the weights, which therefore stay in memory."""
     checkpoint_shapes: Shapes = field(default_factory=dict)
     """Shapes of the loaded model, with which a checkpoint that is to replace it is compared."""
 
@@ -230,7 +232,9 @@ class ServerState:
             return
         if level != 1:  # level 2 drops the weights, and after waking the server would compute with anything
             raise Problem(422, "bad-sleep-level", f"level {level} would lose the weights; sleep at level 1")
-        if self.fence.publishing:  # sleep would take the weights out of memory, and waking would resume the engine
+        if (
+            self.fence.publishing or self.exchanges
+        ):  # sleep would take the weights out of memory, and waking would resume the engine
             raise Problem(
                 409, "publish-in-progress", "a publish is under way; the server can sleep once it has ended", 1
             )
@@ -241,7 +245,8 @@ class ServerState:
         self.sleeping = True  # from here on no publish begins
         try:
             await self.fence.hold()
-            await self.engine.async_llm.sleep(level, mode="abort")
+            async with self.adapters.changing:
+                await self.engine.async_llm.sleep(level, mode="abort")
         except BaseException:
             self.sleeping = False
             await self.fence.release()
