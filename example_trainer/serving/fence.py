@@ -68,6 +68,8 @@ class Fence:
         self._past = PastPublishes()
         self._held = False
         self._overwriting = False
+        self._engine_paused = False
+        """True from the pause for a publish until the engine resumes: under that one, or one that has replaced it."""
         self._stopped = False
         self._busy = asyncio.Lock()
         self.policy_version: PolicyVersion | None = None
@@ -112,7 +114,7 @@ class Fence:
             return await asyncio.shield(self._current(publish_id).begun)
         if publish_id is not None and publish_id in self._past:
             raise lapsed(publish_id)
-        if current is not None and not current.abandoned:
+        if current is not None and (current.restoring or not current.abandoned):
             raise current.refusal_of_others()
         if current is not None:
             self._close(current, None)
@@ -162,12 +164,13 @@ class Fence:
         """
         if publish_id not in self._past:
             publish = self._current(publish_id)
-            publish.abandoned = True
+            publish.abandoned = publish.restoring = True
             publish.lease.stop()  # restoring weights may take longer than the lease
             try:
                 if publish.update is not None and not publish.was_torn and await publish.update.restore():
                     self._overwriting = False
             finally:
+                publish.restoring = False
                 publish.lease.begin()
             await self._settle(publish)
         return {"publish_id": publish_id, "torn": self.torn, "policy_version": self.policy_version}
@@ -182,8 +185,7 @@ class Fence:
     async def release(self) -> None:
         """End `hold`. A publish under way is not touched, and torn weights stay refused."""
         async with self._busy:
-            engine_paused = self._publish is not None and self._publish.engine_paused
-            if not engine_paused and not self.torn:
+            if not self._engine_paused:
                 await self._engine.resume(None)
             self._held = False
             self._update_gate()
@@ -214,6 +216,7 @@ class Fence:
             self._current(publish.publish_id)
             with self._abandoning_on_error(publish):
                 counters = await self._engine.pause(discard=publish.in_flight != "keep_kv")
+            self._engine_paused = True
             self._current(publish.publish_id)  # the lease may have run out while the engine paused
             busy_seconds = (self._gate.request_seconds() - request_seconds) / max(1, inside)
             idle_seconds = time.monotonic() - publish.gate_closed_at - busy_seconds if inside else 0.0
@@ -234,7 +237,7 @@ class Fence:
 
         Under torn weights the engine is paused since the publish that tore them, and no request can end.
         """
-        if self.torn:
+        if self._engine_paused:
             return None
         if in_flight != "auto":
             limits = {"drain": limit_seconds, "finish": math.inf}
@@ -258,7 +261,8 @@ class Fence:
         """
         end = time.monotonic() + limit_seconds
         while (left := end - time.monotonic()) > 0:
-            if await self._gate.wait_until_empty(min(left, _LOOK_SECONDS)) or not await self.computes():
+            is_empty = await self._gate.wait_until_empty(min(left, _LOOK_SECONDS))
+            if is_empty or self._engine_paused or not await self.computes():
                 return
 
     @contextmanager
@@ -339,6 +343,7 @@ class Fence:
             else:
                 if not self._held:
                     await self._engine.resume(None)
+                self._engine_paused = False
                 self._close(publish, None)
 
     async def _resume_under(self, publish: Publish, version: PolicyVersion) -> Answer:
@@ -350,7 +355,7 @@ class Fence:
             await self._engine.stamp(str(version))
         else:
             await self._engine.resume(str(version))
-        self.policy_version, self.torn, self._overwriting = version, False, False
+        self.policy_version, self.torn, self._overwriting, self._engine_paused = version, False, False, False
         answer = publish.answer(version)
         self.publishes += 1
         self.fence_seconds += answer["fence_seconds"]
