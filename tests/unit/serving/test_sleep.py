@@ -173,6 +173,17 @@ async def test_a_server_falls_asleep_after_the_adapter_that_is_being_loaded(stat
     assert state.engine.async_llm.asked == [("sleep", 1, "abort")]
 
 
+async def test_a_server_that_is_woken_while_it_falls_asleep_is_awake(state, engine):
+    """It was awake for its routes, and then its engine fell asleep."""
+    async with state.adapters.changing:
+        sleeping = asyncio.ensure_future(state.sleep(1))
+        waking = asyncio.ensure_future(state.wake_up())
+        await asyncio.sleep(0.05)
+    await asyncio.gather(sleeping, waking)
+    assert state.engine.async_llm.asked == [("sleep", 1, "abort"), "wake_up"]
+    assert (state.sleeping, engine.paused) == (False, False)
+
+
 async def test_a_server_that_receives_a_broadcast_does_not_fall_asleep(state):
     """What it receives is kept beside a copy of the weights, which were not in memory any more."""
     asked = []
