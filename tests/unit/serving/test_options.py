@@ -278,6 +278,14 @@ def test_newer_vllms_are_accepted(monkeypatch):
         startup.check_vllm_version()
 
 
+def test_vllms_routes_of_development_are_not_served(monkeypatch, caplog):
+    """Without a token they change the weights, and resume the engine in the middle of a publish."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    start._note_ignored()
+    assert "VLLM_SERVER_DEV_MODE" not in os.environ
+    assert "VLLM_SERVER_DEV_MODE is ignored" in caplog.text
+
+
 def test_a_quantised_checkpoint_is_refused_for_sharing():
     startup.check_quantised_checkpoint(None)
     with pytest.raises(CannotServe, match="fp8"):
