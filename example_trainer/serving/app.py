@@ -209,7 +209,7 @@ class ServerRun:
     def tidy(self) -> None:
         """Remove the token file that was written for trainers."""
         if self._token is not None:
-            remove_token(self._config.manifest_directory(os.environ), self._token)
+            remove_token(self._config.manifest_directory(os.environ), self._token, port=self._config.port)
 
     async def serve(self, app: FastAPI, sock: socket.socket, **options: Any) -> Awaitable[None]:
         """Replace vLLM's `serve_http`: return the awaitable that vLLM awaits once the engine is down."""
