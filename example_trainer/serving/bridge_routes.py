@@ -23,6 +23,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from example_trainer.options.publish import DRAIN_SECONDS, InFlight
@@ -402,10 +403,13 @@ async def read_limited(request: Request, limit_bytes: int) -> bytes:
     if int(request.headers.get("content-length") or 0) > limit_bytes:
         raise too_large
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > limit_bytes:
-            raise too_large
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > limit_bytes:
+                raise too_large
+    except ClientDisconnect as error:
+        raise Problem(400, "disconnected", f"the adapter broke off after {len(body)} bytes") from error
     return bytes(body)
 
 

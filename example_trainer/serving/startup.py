@@ -127,7 +127,7 @@ def check_manifest(directory: Path, port: int) -> None:
     """
     try:
         other = load_manifest(directory)
-    except (ManifestMissing, ManifestStale, ManifestUnsafe):
+    except (ManifestMissing, ManifestStale, ManifestUnsafe, OSError):
         return
     if urlsplit(other.url).port == port:
         return

@@ -196,6 +196,32 @@ async def test_a_stream_that_breaks_ends_with_the_reason(gate, monkeypatch):
     assert gate.inside == 0
 
 
+class AbortingEngine(BreakingEngine):
+    """An engine that ends a request before its end, as a server does that stops or falls asleep."""
+
+    def __init__(self, gate):
+        self._gate = gate
+
+    def generate(self, *_):
+        async def pieces():
+            self._gate.refuse(problems.paused())
+            yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="abort")])
+
+        return pieces()
+
+
+async def test_a_request_that_is_ended_by_a_sleep_is_not_told_that_the_server_stops(gate, monkeypatch):
+    monkeypatch.setattr(generate, "engine_problems", contextlib.nullcontext)
+    monkeypatch.setattr(generate, "sampling_params", lambda _: None)
+    engine = AbortingEngine(gate)
+    models = SimpleNamespace(lora_requests={})
+    adapters = Adapters(engine, models, enabled=False, model_names=["m"], boot_id="b", keep=1)
+    fence = Fence(engine, AdmissionGate(), header=None)
+    handler = GenerateHandler(engine, fence, gate, adapters, Replies(boot_id="b", tokenizer=None), None)
+    wire = await ask(handler, "/generate", body=b'{"prompt": [5]}')
+    assert (wire.status, json.loads(wire.body)["title"]) == (503, "paused")
+
+
 async def test_an_adapter_that_goes_while_its_request_waits_at_the_gate_leaves_no_request_inside(gate, monkeypatch):
     """If the gate counted one request too many, no later publish would find the server drained."""
     monkeypatch.setattr(generate, "sampling_params", lambda _: None)
