@@ -31,7 +31,7 @@ from atropos_api.client import AsyncBrokerClient
 from atropos_api.common.identity import EVERYWHERE, host_in_url
 from atropos_api.common.logs import LogContext
 from example_trainer.errors import CannotServe
-from example_trainer.processes.ports import LOOPBACK, ServerSockets
+from example_trainer.processes.ports import BEGUN_ANSWERS_SECONDS, LOOPBACK, ServerSockets
 from example_trainer.serving import startup
 from example_trainer.serving.adapters import Adapters
 from example_trainer.serving.admission import AdmissionGate
@@ -173,8 +173,7 @@ logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 2
 _WATCH_SECONDS = 0.5
-_DRAINED_LOOK_SECONDS = 10.0
-"""Interval of the looks at what a draining server still has; answers that the engine has ended get about as long."""
+_DRAINING_LOOK_SECONDS = 5.0
 
 
 class ServerRun:
@@ -403,8 +402,11 @@ async def until_drained(gate: AdmissionGate, fence: Fence) -> None:
     No publish reaches a draining server, so requests that are paused with torn weights never end; and a client may read
     its answer no further.
     """
-    while not await gate.wait_until_empty(_DRAINED_LOOK_SECONDS):
-        if fence.torn or not await fence.computes():
+    while not await gate.wait_until_empty(_DRAINING_LOOK_SECONDS):
+        if fence.torn:
+            return
+        if not await fence.computes():
+            await gate.wait_until_empty(BEGUN_ANSWERS_SECONDS)
             return
 
 

@@ -139,16 +139,6 @@ def test_a_private_certificate_is_trusted_where_the_environment_names_it(certifi
         server.shutdown()
 
 
-@pytest.fixture
-def no_such_name(monkeypatch):
-    """A name server that answers that there is no such name, also on a machine without one."""
-
-    def look_up(*_, **__):
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-
-
 @pytest.mark.usefixtures("no_such_name")
 def test_a_mistyped_host_is_reported_at_once():
     started = time.monotonic()
