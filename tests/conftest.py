@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Generator, Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -56,3 +58,16 @@ def leaves_no_signal_handler() -> Iterator[None]:
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture
+def no_such_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the look-up of a name in .invalid fail as that of a mistyped one, also without a name server."""
+    look_up = socket.getaddrinfo
+
+    def looking_up(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if ".invalid" in str(host):  # a client may give the name as bytes
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return look_up(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", looking_up)

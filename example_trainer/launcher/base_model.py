@@ -66,13 +66,14 @@ def refuse_unknown_task(model_name: str, flag: str = "--model-name") -> None:
 
 
 def discard_other_base(run_dir: Path, model: str, dtype: str) -> None:
-    """Remove the values of a 4-bit base of another model or dtype, which an earlier run left in the run directory.
+    """Remove the values of a 4-bit base of another model or dtype that an earlier run left, or those not copied whole.
 
     A server that starts before the trainer would load them in place of those that the trainer is about to write.
     """
     directory = run_dir / BASE_DIRECTORY
     record = read_base_record(directory)
-    if record is not None and (record.model != model or dtype not in {"auto", record.dtype}):
+    is_of_this_run = record is not None and record.model == model and dtype in {"auto", record.dtype}
+    if directory.exists() and not is_of_this_run:
         shutil.rmtree(directory)
 
 

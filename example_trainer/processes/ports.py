@@ -118,7 +118,7 @@ def _by(port: int) -> str:
 INHERITED_SOCKETS = "ATROPOS_SERVER_SOCKETS"
 BACKLOG = 2048
 BEGUN_ANSWERS_SECONDS = 30.0
-"""The time that a replaced server gives to answers that have begun, after the time for running requests is over."""
+"""The time that a replaced or drained server gives to answers that have begun, after that for running requests."""
 
 _LONGEST_SETTINGS_BYTES = 1 << 16
 

@@ -73,7 +73,8 @@ class Adapters:
         self._loaded: dict[str, Adapter] = {}
         self._retired: dict[str, Adapter] = {}
         self._users: Counter[str] = Counter()
-        self._lock = asyncio.Lock()
+        self.changing = asyncio.Lock()
+        """Held while an adapter is loaded, unloaded or activated; who waits for it first gets it first."""
         self._dropping: asyncio.Task[None] | None = None
         self.enabled = enabled
         self.active: Adapter | None = None
@@ -118,7 +119,7 @@ class Adapters:
 
     async def load(self, name: str, path: str, version: PolicyVersion | None, *, activate: bool) -> dict[str, Any]:
         """Load an adapter from a directory."""
-        async with self._lock:
+        async with self.changing:
             self._check(name, version)
             if not (Path(path) / "adapter_config.json").is_file():
                 raise Problem(422, "bad-adapter", f"{path} holds no adapter_config.json, so it is not a PEFT adapter")
@@ -130,7 +131,7 @@ class Adapters:
 
     async def upload(self, name: str, body: bytes, version: PolicyVersion, *, activate: bool) -> dict[str, Any]:
         """Serve an adapter sent as a safetensors body; a body that is sent again after a lost answer is loaded once."""
-        async with self._lock:
+        async with self.changing:
             try:
                 digest = AdapterPayload.read(body).digest()
             except ValueError as error:
@@ -147,7 +148,7 @@ class Adapters:
 
     async def unload(self, name: str) -> dict[str, Any]:
         """Stop serving an adapter; it is dropped when its last request has ended."""
-        async with self._lock:
+        async with self.changing:
             adapter = self._known(name)
             if self.active is adapter:
                 self._activate(None)
@@ -156,7 +157,7 @@ class Adapters:
 
     async def activate(self, name: str) -> dict[str, Any]:
         """Switch back, or forward, to a version that is still loaded."""
-        async with self._lock:
+        async with self.changing:
             self._activate(self._known(name))
         return self.status()
 

@@ -31,7 +31,7 @@ from atropos_api.client import AsyncBrokerClient
 from atropos_api.common.identity import EVERYWHERE, host_in_url
 from atropos_api.common.logs import LogContext
 from example_trainer.errors import CannotServe
-from example_trainer.processes.ports import LOOPBACK, ServerSockets
+from example_trainer.processes.ports import BEGUN_ANSWERS_SECONDS, LOOPBACK, ServerSockets
 from example_trainer.serving import startup
 from example_trainer.serving.adapters import Adapters
 from example_trainer.serving.admission import AdmissionGate
@@ -173,6 +173,7 @@ logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 2
 _WATCH_SECONDS = 0.5
+_DRAINING_LOOK_SECONDS = 5.0
 
 
 class ServerRun:
@@ -207,7 +208,7 @@ class ServerRun:
     def tidy(self) -> None:
         """Remove the token file that was written for trainers."""
         if self._token is not None:
-            remove_token(self._config.manifest_directory(os.environ), self._token)
+            remove_token(self._config.manifest_directory(os.environ), self._token, port=self._config.port)
 
     async def serve(self, app: FastAPI, sock: socket.socket, **options: Any) -> Awaitable[None]:
         """Replace vLLM's `serve_http`: return the awaitable that vLLM awaits once the engine is down."""
@@ -270,7 +271,9 @@ class ServerRun:
         if self._identity is not None:
             state.registration = self._register(state, self._identity)
         if manifest is not None:
-            state.manifest_path = write_manifest(manifest, self._config.manifest_directory(os.environ))
+            directory = self._config.manifest_directory(os.environ)
+            startup.check_manifest(directory, self._config.port)  # again: another server may have started meanwhile
+            state.manifest_path = write_manifest(manifest, directory)
             logger.info("weights are shared; trainers find them through %s", state.manifest_path)
         elif self._config.stores_token(os.environ):
             state.token_path = write_token(self._config.manifest_directory(os.environ), token, port=self._config.port)
@@ -331,12 +334,12 @@ class ServerRun:
             identity,
             state.load,
             is_trainer=lambda headers: secrets.compare_digest(bearer(headers), token),
-            on_drain=lambda: self._end_when_drained(state.gate),
+            on_drain=lambda: self._end_when_drained(state.gate, state.fence),
         )
 
-    def _end_when_drained(self, gate: AdmissionGate) -> None:
+    def _end_when_drained(self, gate: AdmissionGate, fence: Fence) -> None:
         async def end() -> None:
-            await gate.wait_until_empty(None)
+            await until_drained(gate, fence)
             logger.info("drained; the server ends")
             self._stop.set()
 
@@ -393,6 +396,20 @@ def _make_server(asgi: ASGIApp, options: dict[str, Any]) -> HandoverServer:
     return HandoverServer(config)
 
 
+async def until_drained(gate: AdmissionGate, fence: Fence) -> None:
+    """Return once no request is inside that could still end.
+
+    No publish reaches a draining server, so requests that are paused with torn weights never end; and a client may read
+    its answer no further.
+    """
+    while not await gate.wait_until_empty(_DRAINING_LOOK_SECONDS):
+        if fence.torn:
+            return
+        if not await fence.computes():
+            await gate.wait_until_empty(BEGUN_ANSWERS_SECONDS)
+            return
+
+
 async def _watch(serving: asyncio.Future[None], stop: asyncio.Event, state: ServerState) -> str | None:
     """Return when told to stop, when the HTTP server has ended, or, with the cause, when the engine has failed."""
     failure = None
@@ -413,7 +430,8 @@ async def _stop(
 ) -> None:
     """Hand all connections over to the next server, or end them here; then stop the engine."""
     server.stop_accepting()
-    drain_seconds = 0.0 if state.engine.async_llm.errored else state.config.drain_seconds
+    can_drain = not (state.engine.async_llm.errored or state.fence.torn)  # torn weights have paused what runs
+    drain_seconds = state.config.drain_seconds if can_drain else 0.0
     state.fence.stop(refuse=False)
     handed_over = successor is not None and await hand_over(
         server.server_state.connections,

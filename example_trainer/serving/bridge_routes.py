@@ -23,6 +23,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from example_trainer.options.publish import DRAIN_SECONDS, InFlight
@@ -65,8 +66,12 @@ class Reload(Body):
     """The files of the checkpoint, if the server may have to download them because it does not see the path."""
 
 
-def require_awake(state: State) -> None:
-    """Refuse a call that uses weights, or has them used, while these are not in memory: it would end the engine."""
+async def require_awake(state: State) -> None:
+    """Refuse a call that uses weights, or has them used, while these are not in memory: it would end the engine.
+
+    It is the last dependency and no plain function, which FastAPI would call in a thread: a server fell asleep between
+    this check and the begin of a publish.
+    """
     state.check_awake()
 
 
@@ -266,13 +271,16 @@ class LoadedWeights:
 
 async def _exchange(state: ServerState, method: str, *arguments: object) -> list[dict[str, Any]]:
     """Begin an exchange that waits for other processes, and return each worker's result once it has ended."""
-    await _call(state, method, *arguments)
-    while True:
-        progress = await _call_all(state, "atropos_broadcast_progress")
-        if not any(each.get("running") for each in progress):
-            break
-        await asyncio.sleep(_POLL_SECONDS)
-    return progress
+    state.exchanges += 1
+    try:
+        await _call(state, method, *arguments)
+        while True:
+            progress = await _call_all(state, "atropos_broadcast_progress")
+            if not any(each.get("running") for each in progress):
+                return progress
+            await asyncio.sleep(_POLL_SECONDS)
+    finally:
+        state.exchanges -= 1
 
 
 async def _call(state: ServerState, method: str, *arguments: object) -> dict[str, Any]:
@@ -343,6 +351,7 @@ def make_lora_router() -> APIRouter:
     ) -> dict[str, Any]:
         """Serve an adapter, and pass it on to the servers at `forward_to`; `forwarded` has those that it reached."""
         body = await read_limited(request, state.config.max_adapter_bytes)
+        state.check_awake()  # again: it may have been sent to sleep while the body arrived
         used = name or f"policy-v{version}"
         answer = await state.adapters.upload(used, body, version, activate=activate)
         if forward_to:
@@ -394,10 +403,13 @@ async def read_limited(request: Request, limit_bytes: int) -> bytes:
     if int(request.headers.get("content-length") or 0) > limit_bytes:
         raise too_large
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > limit_bytes:
-            raise too_large
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > limit_bytes:
+                raise too_large
+    except ClientDisconnect as error:
+        raise Problem(400, "disconnected", f"the adapter broke off after {len(body)} bytes") from error
     return bytes(body)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ from example_trainer.serving.publish import Answer, Lease, PastPublishes, Publis
 from example_trainer.weight_protocol.shm_header import NO_VERSION, PolicyVersion, SegmentHeader
 
 logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
 
 
 class Engine(Protocol):
@@ -65,6 +68,8 @@ class Fence:
         self._past = PastPublishes()
         self._held = False
         self._overwriting = False
+        self._engine_paused = False
+        """True from the pause for a publish until the engine resumes: under that one, or one that has replaced it."""
         self._stopped = False
         self._busy = asyncio.Lock()
         self.policy_version: PolicyVersion | None = None
@@ -109,7 +114,7 @@ class Fence:
             return await asyncio.shield(self._current(publish_id).begun)
         if publish_id is not None and publish_id in self._past:
             raise lapsed(publish_id)
-        if current is not None and not current.abandoned:
+        if current is not None and (current.restoring or not current.abandoned):
             raise current.refusal_of_others()
         if current is not None:
             self._close(current, None)
@@ -159,12 +164,13 @@ class Fence:
         """
         if publish_id not in self._past:
             publish = self._current(publish_id)
-            publish.abandoned = True
+            publish.abandoned = publish.restoring = True
             publish.lease.stop()  # restoring weights may take longer than the lease
             try:
                 if publish.update is not None and not publish.was_torn and await publish.update.restore():
                     self._overwriting = False
             finally:
+                publish.restoring = False
                 publish.lease.begin()
             await self._settle(publish)
         return {"publish_id": publish_id, "torn": self.torn, "policy_version": self.policy_version}
@@ -179,11 +185,15 @@ class Fence:
     async def release(self) -> None:
         """End `hold`. A publish under way is not touched, and torn weights stay refused."""
         async with self._busy:
-            engine_paused = self._publish is not None and self._publish.engine_paused
-            if not engine_paused and not self.torn:
+            if not self._engine_paused:
                 await self._engine.resume(None)
             self._held = False
             self._update_gate()
+
+    async def computes(self) -> bool:
+        """Return True if the engine has requests: those inside that it has not only wait for their clients."""
+        running = await self._engine.running()
+        return bool(running["computed_tokens"] or running["waiting"])
 
     def stop(self, *, refuse: bool = True) -> None:
         """Admit no request from now on: new ones are refused, or wait for the next server."""
@@ -206,6 +216,7 @@ class Fence:
             self._current(publish.publish_id)
             with self._abandoning_on_error(publish):
                 counters = await self._engine.pause(discard=publish.in_flight != "keep_kv")
+            self._engine_paused = True
             self._current(publish.publish_id)  # the lease may have run out while the engine paused
             busy_seconds = (self._gate.request_seconds() - request_seconds) / max(1, inside)
             idle_seconds = time.monotonic() - publish.gate_closed_at - busy_seconds if inside else 0.0
@@ -226,11 +237,11 @@ class Fence:
 
         Under torn weights the engine is paused since the publish that tore them, and no request can end.
         """
-        if self.torn:
+        if self._engine_paused:
             return None
         if in_flight != "auto":
-            limits = {"drain": limit_seconds, "finish": None}
-            await self._gate.wait_until_empty(limits.get(in_flight, 0.0))
+            limits = {"drain": limit_seconds, "finish": math.inf}
+            await self._wait_for_running(limits.get(in_flight, 0.0))
             return None
         if not self._gate.inside:
             return NOTHING_RUNS
@@ -241,6 +252,18 @@ class Fence:
         while plan.seconds > 0 and not await self._gate.wait_until_empty(plan.seconds):
             plan = plan_drain(await self._engine.running(), end - time.monotonic(), places=first.places)
         return first
+
+    async def _wait_for_running(self, limit_seconds: float) -> None:
+        """Wait until the requests inside have ended, or the engine computes none of them.
+
+        The others wait for their clients: one that read its stream no further, or never sent the body that it had
+        announced, held up a publish under `finish` without end.
+        """
+        end = time.monotonic() + limit_seconds
+        while (left := end - time.monotonic()) > 0:
+            is_empty = await self._gate.wait_until_empty(min(left, _LOOK_SECONDS))
+            if is_empty or self._engine_paused or not await self.computes():
+                return
 
     @contextmanager
     def _abandoning_on_error(self, publish: Publish) -> Iterator[None]:
@@ -320,6 +343,7 @@ class Fence:
             else:
                 if not self._held:
                     await self._engine.resume(None)
+                self._engine_paused = False
                 self._close(publish, None)
 
     async def _resume_under(self, publish: Publish, version: PolicyVersion) -> Answer:
@@ -331,7 +355,7 @@ class Fence:
             await self._engine.stamp(str(version))
         else:
             await self._engine.resume(str(version))
-        self.policy_version, self.torn, self._overwriting = version, False, False
+        self.policy_version, self.torn, self._overwriting, self._engine_paused = version, False, False, False
         answer = publish.answer(version)
         self.publishes += 1
         self.fence_seconds += answer["fence_seconds"]

@@ -77,6 +77,8 @@ class Publish:
     update: ReversibleUpdate | None = None
     was_torn: bool = False
     """True if the weights that `update` can restore are also partly overwritten."""
+    restoring: bool = False
+    """True while an abort restores the weights: no other publish may begin, which would change them too."""
     abandoned: bool = False
     """True after an abort, a lapse or a failed pause of the engine: it only waits for the engine to resume."""
 

@@ -209,7 +209,16 @@ def _tidy(config: ServerConfig, boot_id: str) -> None:
     remove_manifest(config.manifest_directory(os.environ), boot_id)
 
 
+_IGNORED = {
+    "VLLM_USE_V1": "this vLLM has only one engine",
+    "VLLM_SERVER_DEV_MODE": "its routes change weights and resume a paused engine without a token, also in the middle "
+    "of a publish; use those under /bridge",
+}
+"""Variables of vLLM's, each with the reason."""
+
+
 def _note_ignored() -> None:
-    if "VLLM_USE_V1" in os.environ:
-        logger.warning("VLLM_USE_V1 is ignored: this vLLM has only one engine")
-        del os.environ["VLLM_USE_V1"]
+    for name, reason in _IGNORED.items():
+        if name in os.environ:
+            logger.warning("%s is ignored: %s", name, reason)
+            del os.environ[name]

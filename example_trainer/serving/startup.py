@@ -14,13 +14,23 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from atropos_api.common.concurrency import Wait
 from atropos_api.common.files import expand_home, read_json_object
 from example_trainer.errors import CannotServe
 from example_trainer.serving import problems
 from example_trainer.serving.config import ServerConfig
+from example_trainer.weight_protocol.base_record import RECORD_NAME, read_base_record
+from example_trainer.weight_protocol.manifest import (
+    MANIFEST_NAME,
+    ManifestMissing,
+    ManifestStale,
+    ManifestUnsafe,
+    load_manifest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +53,7 @@ def check_start(config: ServerConfig, environ: Mapping[str, str], *, on_gpu: boo
     if config.shares(environ):
         check_sharing(config, environ)
         check_shareable(described(config.model))
+        check_manifest(config.manifest_directory(environ), config.port)
     check_adapters(config, on_gpu=on_gpu)
     check_publishable(config, environ)
     check_registration(config)
@@ -59,9 +70,14 @@ def check_model(model: str) -> None:
 
 
 def await_model(model: str) -> None:
-    """Return once `model` is a directory with a model: a trainer renames it into place when it is complete."""
+    """Return once `model` is a directory with a model: a trainer renames it into place when it is complete.
+
+    A base whose record names files that it lacks was copied in part, and the trainer replaces it.
+    """
     directory, wait = expand_home(model), Wait()
-    while not (directory / "config.json").is_file():
+    while not (directory / "config.json").is_file() or (
+        (directory / RECORD_NAME).exists() and read_base_record(directory) is None
+    ):
         if wait.has_line():
             logger.info("waiting for a trainer to write %s (%.0f s)", directory, wait.seconds)
         time.sleep(_POLL_SECONDS)
@@ -102,6 +118,24 @@ def check_sharing(config: ServerConfig, environ: Mapping[str, str]) -> None:
             raise CannotServe(
                 f"{what} cannot be combined with --share-weights: {_SHARING_NEEDS}; leave out one of the two"
             )
+
+
+def check_manifest(directory: Path, port: int) -> None:
+    """Refuse to replace the manifest of another server that runs: that one's trainer would find this server there.
+
+    One at the same `port` is refused because of that.
+    """
+    try:
+        other = load_manifest(directory)
+    except (ManifestMissing, ManifestStale, ManifestUnsafe, OSError):
+        return
+    if urlsplit(other.url).port == port:
+        return
+    raise CannotServe(
+        f"{directory / MANIFEST_NAME} is the manifest of the server at {other.url} (process {other.pid}), which runs; "
+        "give this one another directory (--bridge-dir or $LOGDIR), and its trainer the manifest there "
+        "(--vllm-config-path)"
+    )
 
 
 def check_adapters(config: ServerConfig, *, on_gpu: bool) -> None:

@@ -60,6 +60,10 @@ class ServerState:
     registration: Registration | None = None
     """The registration at a broker, if there is one."""
     sleeping: bool = False
+    switching: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the server falls asleep or wakes up."""
+    exchanges: int = 0
+    """Broadcasts that are joined or received now: receiving copies the weights, which therefore stay in memory."""
     checkpoint_shapes: Shapes = field(default_factory=dict)
     """Shapes of the loaded model, with which a checkpoint that is to replace it is compared."""
 
@@ -226,11 +230,23 @@ class ServerState:
 
     async def sleep(self, level: int) -> None:
         """Move the weights to host memory and free the KV cache; no request is served until `wake_up`."""
-        if self.sleeping:
-            return
+        async with self.switching:
+            if not self.sleeping:
+                await self._fall_asleep(level)
+
+    async def wake_up(self) -> None:
+        """Move the weights back, and serve again."""
+        async with self.switching:
+            if self.sleeping:
+                await self.engine.async_llm.wake_up()
+                self.sleeping = False
+                await self.fence.release()
+
+    async def _fall_asleep(self, level: int) -> None:
         if level != 1:  # level 2 drops the weights, and after waking the server would compute with anything
             raise Problem(422, "bad-sleep-level", f"level {level} would lose the weights; sleep at level 1")
-        if self.fence.publishing:  # sleep would take the weights out of memory, and waking would resume the engine
+        # Sleep would take the weights out of memory, and waking would resume the engine.
+        if self.fence.publishing or self.exchanges:
             raise Problem(
                 409, "publish-in-progress", "a publish is under way; the server can sleep once it has ended", 1
             )
@@ -241,18 +257,12 @@ class ServerState:
         self.sleeping = True  # from here on no publish begins
         try:
             await self.fence.hold()
-            await self.engine.async_llm.sleep(level, mode="abort")
+            async with self.adapters.changing:
+                await self.engine.async_llm.sleep(level, mode="abort")
         except BaseException:
             self.sleeping = False
             await self.fence.release()
             raise
-
-    async def wake_up(self) -> None:
-        """Move the weights back, and serve again."""
-        if self.sleeping:
-            await self.engine.async_llm.wake_up()
-            self.sleeping = False
-            await self.fence.release()
 
 
 _SEQUENCES = 32

@@ -22,6 +22,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 
 from atropos_api.common.concurrency import Wait
+from atropos_api.common.identity import find_host_error
 from example_trainer.errors import ServerRefused, ServerUnavailable, WaitStopped, WaitTimedOut
 
 if TYPE_CHECKING:
@@ -70,14 +71,18 @@ def wait_for(poll: Callable[[], T], *, what: str, timeout_seconds: float, should
 
 
 def check_host(url: str, flag: str) -> None:
-    """Raise `ServerUnavailable` for a host name that does not exist: waiting does not correct a typing mistake."""
+    """Raise `ServerUnavailable` for a host name that does not exist: waiting does not correct a typing mistake.
+
+    A name server that does not answer passes, and is waited for with the server.
+    """
     host = urlsplit(url).hostname or ""
     try:
         socket.getaddrinfo(host, None)
     except socket.gaierror as error:
-        raise ServerUnavailable(
-            f"{flag} {host}: there is no such host ({error.strerror}); check the spelling"
-        ) from error
+        if find_host_error(error) is not None:
+            raise ServerUnavailable(
+                f"{flag} {host}: there is no such host ({error.strerror}); check the spelling"
+            ) from error
 
 
 _QUICK_SECONDS = 5.0

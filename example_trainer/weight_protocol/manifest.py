@@ -24,6 +24,8 @@ from example_trainer.errors import TrainerError
 from example_trainer.weight_protocol.shm_header import ParamMapping, Storage, TensorMap
 
 MANIFEST_NAME = "vllm_bridge_config.json"
+_ENDED_STATES = frozenset({"Z", "X"})
+"""States in `/proc/PID/stat` of a process that has ended and that its parent has not waited for."""
 
 
 class ManifestMissing(TrainerError):
@@ -142,7 +144,8 @@ def process_start_time(pid: int) -> float | None:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return None
-    return float(stat.rpartition(")")[2].split()[19])
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in _ENDED_STATES else float(fields[18])
 
 
 def _check_owner(path: Path) -> None:
@@ -180,7 +183,7 @@ def _missing(places: list[str]) -> str:
     )
 
 
-TOKEN_NAME = "vllm_bridge_token"  # noqa: S105  a file's name
+TOKEN_NAME = "vllm_bridge_token"  # noqa: S105  the beginning of a file's name
 TOKEN_VARIABLE = "ATROPOS_BRIDGE_TOKEN"  # noqa: S105  a variable's name
 
 
@@ -196,38 +199,44 @@ def given_token(token: str | None, environ: Mapping[str, str]) -> str | None:
 
 
 def write_token(directory: Path, token: str, *, port: int) -> Path:
-    """Write the token into `directory` atomically, readable by this user only, with the port of its server."""
+    """Write the token into `directory` atomically, readable by this user only; the file is named after the port."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / TOKEN_NAME
-    write_private(path, f"{token}\n{port}\n")
+    path = _token_file(directory, port)
+    write_private(path, f"{token}\n")
     return path
 
 
 def read_token(path: str, url: str) -> str | None:
     """Return the token of the server at `url`, which names the file; None if there is no such token in it.
 
-    The token is sent to that address, and any process may answer there. So no other file is read, and no token is
-    returned that belongs to another server. A file that another user may have written is refused.
+    The token is sent to that address, and any process may answer there. So no other file is read, and none of a server
+    at another port. A file that another user may have written is refused.
     """
-    if Path(path).name != TOKEN_NAME:
+    place = Path(path)
+    if place != _token_file(place.parent, urlsplit(url).port or 80):
         return None
     try:
-        status = Path(path).stat()
-        token, _, port = Path(path).read_text(encoding="utf-8").strip().rpartition("\n")
+        status = place.stat()
+        token = place.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return None
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ManifestUnsafe(
             f"{path} is accessible to other users (mode {status.st_mode & 0o777:o}); chmod 600 it or remove it"
         )
-    return token if port == str(urlsplit(url).port or 80) else None
+    return token
 
 
-def remove_token(directory: Path, token: str) -> None:
+def remove_token(directory: Path, token: str, *, port: int) -> None:
     """Remove the token of a server that exits, but not that of a server started since."""
-    path = directory / TOKEN_NAME
+    path = _token_file(directory, port)
     try:
-        if path.read_text(encoding="utf-8").strip().rpartition("\n")[0] == token:
+        if path.read_text(encoding="utf-8").strip() == token:
             path.unlink()
     except OSError:
         return
+
+
+def _token_file(directory: Path, port: int) -> Path:
+    """Return the file of the server at this port: two servers may be given one directory."""
+    return directory / f"{TOKEN_NAME}-{port}"

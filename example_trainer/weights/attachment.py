@@ -121,28 +121,33 @@ def attach(
     server_url: str,
     *,
     manifest_flag: str,
+    port_is_given: bool,
     token: str | None,
     timeout_seconds: float,
     should_stop: ShouldStop = never,
 ) -> Attachment:
-    """Wait until a server shares its weights and answers, then map them."""
+    """Wait until a server shares its weights and answers, then map them.
+
+    Only a manifest that is named may be of a server at another port, and only if the port is not given.
+    """
     check_host(server_url, "--vllm-host")
+    has_any_port = manifest_flag != "auto" and not port_is_given
     return wait_for(
-        lambda: _try_attach(server_url, manifest_flag, token),
+        lambda: _try_attach(server_url, manifest_flag, token, has_any_port=has_any_port),
         what=f"the vLLM server at {server_url}",
         timeout_seconds=timeout_seconds,
         should_stop=should_stop,
     )
 
 
-def _try_attach(server_url: str, manifest_flag: str, token: str | None) -> Attachment:
+def _try_attach(server_url: str, manifest_flag: str, token: str | None, *, has_any_port: bool) -> Attachment:
     try:
         path = find_manifest(manifest_flag, os.environ, server_url)
         manifest = load_manifest(path)
     except (ManifestMissing, ManifestStale) as error:
         _refuse_unreachable(server_url)
         raise NotYet(str(error)) from error
-    if manifest_flag == "auto" and urlsplit(manifest.url).port != urlsplit(server_url).port:
+    if not has_any_port and urlsplit(manifest.url).port != urlsplit(server_url).port:
         raise NotYet(f"{path} belongs to the server at {manifest.url}, not to the one at {server_url} (--vllm-port)")
     client = ServerClient(manifest.url, token or manifest.bridge_token)
     try:

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 from example_trainer.errors import PublishFailed, ServerRefused, ServerUnavailable
 from example_trainer.model import load_policy
@@ -37,6 +38,7 @@ from example_trainer.weights.weight_source import WeightSource
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 LEASE_SECONDS = 60.0
 
 
@@ -75,7 +77,7 @@ class BroadcastBridge(WeightBridge):
         for url in self._config.server_urls:
             check_host(url, "--vllm-host or --inference-urls")
             connect = partial(connect_server, url, self._config.bridge_token)
-            self._members.append(Member(*until_it_answers(connect, url, timeout_seconds=self._config.wait_timeout)))
+            self._members.append(Member(*self._until_it_answers(connect, url)))
         self._policy = load_policy(policy_options(self._config))
         self._source = self._make_source(self._policy)
         for member in self._members:
@@ -127,13 +129,7 @@ class BroadcastBridge(WeightBridge):
         """Return the servers that do not serve `version` yet, once every server answers and is in no publish."""
 
         def look(member: Member) -> None:
-            ask = partial(_settled_info, member.client)
-            member.info = until_it_answers(
-                ask,
-                member.client.url,
-                timeout_seconds=self._config.wait_timeout,
-                should_stop=self._should_stop,
-            )
+            member.info = self._until_it_answers(partial(_settled_info, member.client), member.client.url)
 
         self._calls.all(self._members, look)
         for member in self._members:
@@ -141,6 +137,10 @@ class BroadcastBridge(WeightBridge):
             if served is not None and served > version:
                 raise PublishFailed(f"{member.client.url} serves version {served}, which is above {version}")
         return [each for each in self._members if each.info.policy_version != version or each.info.torn]
+
+    def _until_it_answers(self, ask: Callable[[], T], url: str) -> T:
+        limit_seconds = self._config.wait_timeout
+        return until_it_answers(ask, url, timeout_seconds=limit_seconds, should_stop=self._should_stop)
 
     def _leave(self) -> None:
         self._exchange.leave(self._members)

@@ -25,8 +25,8 @@ FENCE: tuple[Mutant, ...] = (
     Mutant(
         "the served version stays",
         _FENCE,
-        "self.policy_version, self.torn, self._overwriting = version, False, False",
-        "self.torn, self._overwriting = False, False",
+        "self.policy_version, self.torn, self._overwriting, self._engine_paused = version, False, False, False",
+        "self.torn, self._overwriting, self._engine_paused = False, False, False",
         f"{_STATES}r27_a_sharing_server_serves_nothing_before_the_first_publish",
     ),
     Mutant(
@@ -82,7 +82,7 @@ FENCE: tuple[Mutant, ...] = (
     Mutant(
         "a second publish takes the place of the first",
         _FENCE,
-        "if current is not None and not current.abandoned:",
+        "if current is not None and (current.restoring or not current.abandoned):",
         "if False:",
         f"{_STATES}a_second_publish_is_refused_while_one_is_under_way",
     ),
@@ -117,7 +117,7 @@ FENCE: tuple[Mutant, ...] = (
     Mutant(
         "a publish that lapsed is in the way of the next",
         _FENCE,
-        "if current is not None and not current.abandoned:",
+        "if current is not None and (current.restoring or not current.abandoned):",
         "if current is not None:",
         f"{_LAPSES}r41_a_begin_supersedes_a_publish_whose_lease_has_run_out_though_the_engine_did_not_go_on",
     ),
@@ -253,15 +253,15 @@ FENCE: tuple[Mutant, ...] = (
     Mutant(
         "a resume by hand breaks into a write",
         _FENCE,
-        "engine_paused = self._publish is not None and self._publish.engine_paused",
-        "engine_paused = False",
+        "if not self._engine_paused:",
+        "if True:",
         f"{_LAPSES}r41_a_resume_by_hand_during_a_publish_changes_nothing[in the write]",
     ),
     Mutant(
         "a resume by hand serves torn weights",
         _FENCE,
-        "if not engine_paused and not self.torn:",
-        "if not engine_paused:",
+        'logger.error("the weights are torn: nothing is served until a trainer publishes them completely")',
+        "self._engine_paused = False",
         f"{_LAPSES}r41_weights_that_were_torn_are_not_served_by_a_resume_once_they_are_whole",
     ),
     Mutant(
@@ -303,8 +303,8 @@ FENCE: tuple[Mutant, ...] = (
     Mutant(
         "finish means drain",
         _FENCE,
-        '"finish": None}',
-        '"finish": drain_seconds}',
+        '"finish": math.inf}',
+        '"finish": limit_seconds}',
         f"{_STATES}finish_waits_until_the_last_has_left",
     ),
     Mutant(

@@ -139,6 +139,7 @@ def test_a_private_certificate_is_trusted_where_the_environment_names_it(certifi
         server.shutdown()
 
 
+@pytest.mark.usefixtures("no_such_name")
 def test_a_mistyped_host_is_reported_at_once():
     started = time.monotonic()
     with BrokerClient("http://no-such-host.invalid:8000") as client:
@@ -152,8 +153,8 @@ def test_a_mistyped_host_is_reported_at_once():
 class LostName(httpx.BaseTransport, httpx.AsyncBaseTransport):
     """A broker whose name cannot be looked up any more after its first answer, for some calls."""
 
-    def __init__(self, failures):
-        self._left = [None, *[socket.gaierror(socket.EAI_AGAIN, "no name server answers")] * failures]
+    def __init__(self, failures, *, number=socket.EAI_NONAME, answers_first=True):
+        self._left = [*[None] * answers_first, *[socket.gaierror(number, "no name server answers")] * failures]
 
     def handle_request(self, request):
         failure = self._left.pop(0) if self._left else None
@@ -175,6 +176,13 @@ def test_a_name_server_that_fails_while_a_run_is_in_progress_is_an_outage():
             client.status()
         with pytest.raises(BrokerUnreachable):
             client.wait_until_ready(0.1)
+
+
+def test_a_name_server_that_does_not_answer_is_waited_for_from_the_start():
+    """At the start of a pod it often does not, and the name was said to be wrong."""
+    silent = LostName(failures=3, number=socket.EAI_AGAIN, answers_first=False)
+    with BrokerClient("http://of-a-new-pod.test:8000", transport=silent) as client:
+        client.wait_until_ready(5)
 
 
 @pytest.mark.anyio
@@ -210,6 +218,7 @@ async def test_the_async_client_makes_the_same_calls():
 
 
 @pytest.mark.anyio
+@pytest.mark.usefixtures("no_such_name")
 async def test_the_async_client_tells_a_mistyped_host_too():
     async with AsyncBrokerClient("http://no-such-host.invalid:8000") as client:
         with pytest.raises(BrokerHostUnknown):

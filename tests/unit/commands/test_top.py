@@ -111,6 +111,7 @@ def test_the_token_is_taken_from_the_flag_the_environment_and_the_path(monkeypat
         (["127.0.0.1:8000", "--formt", "json"], ConfigError, "unknown option --formt, did you mean --format"),
     ],
 )
+@pytest.mark.usefixtures("no_such_name")
 def test_a_wrong_address_is_one_clear_error(arguments, error, match):
     with pytest.raises(error, match=match):
         top.run(arguments, io.StringIO())

@@ -198,6 +198,19 @@ def test_a_base_that_another_run_wrote_is_not_served(tmp_path: Path, model: str,
     discard_other_base(tmp_path / "none", model, dtype)
 
 
+def test_a_base_that_was_copied_in_part_is_not_served(tmp_path: Path) -> None:
+    """A server that starts before the trainer failed on it, at each start."""
+    base = tmp_path / BASE_DIRECTORY
+    base.mkdir(parents=True)
+    (base / "config.json").write_text("{}")
+    BaseRecord(digest="d", model="m", dtype="float32").write(base)
+    discard_other_base(tmp_path, "m", "float32")
+    assert base.exists()
+    (base / "config.json").write_text("")
+    discard_other_base(tmp_path, "m", "float32")
+    assert not base.exists()
+
+
 def test_all_programs_agree_on_addresses_and_model(tmp_path: Path) -> None:
     made = plan(tmp_path, *OWN_ENVIRONMENT)
     broker, vllm = made.settings_of("broker")["api"], made.settings_of("vllm")["vllm"]

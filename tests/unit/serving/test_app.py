@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from types import SimpleNamespace
 
 import pytest
 
+from example_trainer.serving import app as app_module
 from example_trainer.serving import generate, problems
 from example_trainer.serving.adapters import Adapters
 from example_trainer.serving.admission import AdmissionGate
-from example_trainer.serving.app import ServerASGI
+from example_trainer.serving.app import ServerASGI, until_drained
 from example_trainer.serving.auth import AllowedHosts
 from example_trainer.serving.fence import Fence
 from example_trainer.serving.generate import GenerateHandler
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.responses import Replies
+from example_trainer.serving.testing import StubEngine
+
+from .publishing import begin
 
 pytestmark = pytest.mark.anyio
 
@@ -191,6 +196,32 @@ async def test_a_stream_that_breaks_ends_with_the_reason(gate, monkeypatch):
     assert gate.inside == 0
 
 
+class AbortingEngine(BreakingEngine):
+    """An engine that ends a request before its end, as a server does that stops or falls asleep."""
+
+    def __init__(self, gate):
+        self._gate = gate
+
+    def generate(self, *_):
+        async def pieces():
+            self._gate.refuse(problems.paused())
+            yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="abort")])
+
+        return pieces()
+
+
+async def test_a_request_that_is_ended_by_a_sleep_is_not_told_that_the_server_stops(gate, monkeypatch):
+    monkeypatch.setattr(generate, "engine_problems", contextlib.nullcontext)
+    monkeypatch.setattr(generate, "sampling_params", lambda _: None)
+    engine = AbortingEngine(gate)
+    models = SimpleNamespace(lora_requests={})
+    adapters = Adapters(engine, models, enabled=False, model_names=["m"], boot_id="b", keep=1)
+    fence = Fence(engine, AdmissionGate(), header=None)
+    handler = GenerateHandler(engine, fence, gate, adapters, Replies(boot_id="b", tokenizer=None), None)
+    wire = await ask(handler, "/generate", body=b'{"prompt": [5]}')
+    assert (wire.status, json.loads(wire.body)["title"]) == (503, "paused")
+
+
 async def test_an_adapter_that_goes_while_its_request_waits_at_the_gate_leaves_no_request_inside(gate, monkeypatch):
     """If the gate counted one request too many, no later publish would find the server drained."""
     monkeypatch.setattr(generate, "sampling_params", lambda _: None)
@@ -211,3 +242,35 @@ async def test_an_adapter_that_goes_while_its_request_waits_at_the_gate_leaves_n
     assert wire.status == 404
     assert looked == ["first", "first"]
     assert gate.inside == 0
+
+
+async def test_a_draining_server_waits_for_what_its_engine_computes_and_for_nothing_else(gate, monkeypatch):
+    """It never left if a client read its answer no further."""
+    monkeypatch.setattr(app_module, "_DRAINING_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(app_module, "BEGUN_ANSWERS_SECONDS", 0.1)
+    engine = StubEngine()
+    fence = Fence(engine, gate, header=None)
+    await gate.enter()
+    engine.now_running |= {"computed_tokens": [7]}
+    draining = asyncio.ensure_future(until_drained(gate, fence))
+    await asyncio.sleep(0.1)
+    assert not draining.done()
+    engine.now_running |= {"computed_tokens": []}
+    await asyncio.wait_for(draining, 1)
+
+
+async def test_a_draining_server_does_not_wait_for_requests_that_are_paused_with_torn_weights(gate, monkeypatch):
+    """No publish reaches it any more, so they never ended, and it never left."""
+    monkeypatch.setattr(app_module, "_DRAINING_LOOK_SECONDS", 0.02)
+    engine = StubEngine()
+    fence = Fence(engine, gate, header=None)
+    await gate.enter()
+    engine.now_running |= {"computed_tokens": [7]}
+    publish_id = await begin(fence)
+    fence.overwrite(publish_id, 1)
+    draining = asyncio.ensure_future(until_drained(gate, fence))
+    await asyncio.sleep(0.1)
+    assert not draining.done(), "the publish may end"
+    await fence.abort(publish_id)
+    assert fence.torn
+    await asyncio.wait_for(draining, 1)

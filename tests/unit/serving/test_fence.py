@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 
+from example_trainer.serving import fence as fence_module
 from example_trainer.serving.fence import Fence
 from example_trainer.serving.problems import Problem
 from example_trainer.weight_protocol.shm_header import WriteRefused
@@ -134,6 +135,22 @@ async def test_an_engine_that_cannot_say_what_runs_is_resumed(fence, gate, engin
         await fence.begin(lease_seconds=30, drain_seconds=1.0, in_flight="auto")
     assert await reached(lambda: not fence.publishing)
     await asyncio.wait_for(gate.enter(), 1)
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "drain"])
+async def test_a_request_that_only_waits_for_its_client_holds_up_no_publish(
+    fence, gate, engine, header, in_flight, monkeypatch
+):
+    """A client that read its stream no further, or never sent its body, held up `finish` without end."""
+    monkeypatch.setattr(fence_module, "_LOOK_SECONDS", 0.02)
+    await publish(fence, header, 1)
+    await gate.enter()
+    engine.now_running |= {"waiting": 1}
+    beginning = asyncio.ensure_future(begin(fence, in_flight=in_flight, drain_seconds=60.0))
+    await asyncio.sleep(0.1)
+    assert not beginning.done(), "the engine has not computed it yet"
+    engine.now_running |= {"waiting": 0}
+    await asyncio.wait_for(beginning, 1)
 
 
 async def test_recompute_does_not_wait(fence, gate, header):

@@ -321,3 +321,54 @@ async def test_held_by_hand_a_lapse_before_the_write_does_not_have_the_engine_go
     await begin(fence, lease_seconds=0.02)
     await lapsed(fence)
     assert engine.paused
+
+
+class PausedChange:
+    """A change that restores the old weights once it may."""
+
+    def __init__(self):
+        self.may_go_on = asyncio.Event()
+
+    async def keep(self):
+        pass
+
+    async def restore(self):
+        await self.may_go_on.wait()
+        return True
+
+
+async def test_no_publish_begins_while_an_abort_restores_the_weights(engine, gate):
+    """The abort called the weights whole at its end, in the middle of the other publish's load."""
+    fence, change = Fence(engine, gate, header=None), PausedChange()
+    await fence.serve_fixed(1)
+    publish_id = await begin(fence)
+    fence.overwrite(publish_id, 2, change)
+    aborting = asyncio.ensure_future(fence.abort(publish_id))
+    await asyncio.sleep(0.01)
+    assert await kind_of(begin(fence)) == "publish-in-progress"
+    change.may_go_on.set()
+    assert (await aborting)["torn"] is False
+    second = await begin(fence)
+    fence.overwrite(second, 3)
+    await fence.abort(second)
+    assert fence.torn
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "auto", "drain"])
+async def test_a_publish_does_not_wait_for_requests_that_the_one_before_has_paused(
+    fence, engine, gate, header, in_flight
+):
+    await publish(fence, header, 1)
+    await gate.enter()
+    engine.now_running |= {"computed_tokens": [7]}
+    await begin(fence, lease_seconds=0.02, in_flight="recompute")
+    engine.failing.add("resume")
+    assert await reached(lambda: fence._publish.abandoned)
+    second = await asyncio.wait_for(begin(fence, in_flight=in_flight, drain_seconds=60.0), 1)
+    engine.failing.clear()
+    header.begin_write(2)
+    await fence.release()
+    assert engine.paused, "a resume by hand does not have torn weights computed"
+    header.end_write(2)
+    await fence.end(second, 2)
+    assert not engine.paused

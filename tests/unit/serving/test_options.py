@@ -24,6 +24,7 @@ from example_trainer.serving.config import (
 )
 from example_trainer.serving.start import _answers_while_starting
 from example_trainer.serving.vllm import failure_cause
+from example_trainer.weight_protocol.base_record import BaseRecord
 
 
 def config(**fields):
@@ -242,6 +243,23 @@ def test_a_model_that_a_trainer_will_write_is_waited_for_and_not_refused(tmp_pat
     assert len(waits) == 2, "a base that is there, as in a run that is resumed, is loaded at once"
 
 
+def test_a_base_that_was_copied_in_part_is_waited_for(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("weights")
+    BaseRecord(digest="d", model="m", dtype="float32").write(tmp_path)
+    startup.await_model(str(tmp_path))
+    (tmp_path / "model.safetensors").write_text("wei")
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        (tmp_path / "model.safetensors").write_text("weights")
+
+    monkeypatch.setattr(startup.time, "sleep", wait)
+    startup.await_model(str(tmp_path))
+    assert len(waits) == 1
+
+
 @pytest.mark.parametrize("name", ["owner/name", "gpt2"])
 def test_a_name_on_the_hub_is_left_to_vllm(name):
     startup.check_model(name)
@@ -258,6 +276,14 @@ def test_newer_vllms_are_accepted(monkeypatch):
     for version in ("0.32.0", "0.33.1.dev3", "1.0.0"):
         monkeypatch.setattr(startup, "installed_vllm", lambda version=version: version)
         startup.check_vllm_version()
+
+
+def test_vllms_routes_of_development_are_not_served(monkeypatch, caplog):
+    """Without a token they change the weights, and resume the engine in the middle of a publish."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    start._note_ignored()
+    assert "VLLM_SERVER_DEV_MODE" not in os.environ
+    assert "VLLM_SERVER_DEV_MODE is ignored" in caplog.text
 
 
 def test_a_quantised_checkpoint_is_refused_for_sharing():

@@ -52,7 +52,7 @@ def state(engine, gate):
         engine=ReadingEngine(),
         fence=Fence(engine, gate, header=None),
         gate=gate,
-        adapters=SimpleNamespace(active=None),
+        adapters=SimpleNamespace(active=None, changing=asyncio.Lock()),
     )
 
 

@@ -25,6 +25,17 @@ def test_what_is_written_is_private_and_read_back(tmp_path):
     assert read_token(str(tmp_path / "none"), URL) is None
 
 
+def test_two_servers_that_are_given_one_directory_keep_their_tokens(tmp_path):
+    """The second one's replaced the first one's, whose trainer was refused once it had been started again."""
+    paths = [write_token(tmp_path, f"of {port}", port=port) for port in (9001, 9002)]
+    assert [read_token(str(path), f"http://127.0.0.1:{9001 + i}") for i, path in enumerate(paths)] == [
+        "of 9001",
+        "of 9002",
+    ]
+    remove_token(tmp_path, "of 9002", port=9002)
+    assert read_token(str(paths[0]), URL) == "of 9001"
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
 def test_a_token_that_others_may_touch_is_not_read(tmp_path, mode):
     path = write_token(tmp_path, "secret", port=9001)
@@ -43,7 +54,7 @@ def test_a_token_of_another_user_is_not_read(tmp_path, monkeypatch):
 def test_a_server_gets_no_token_but_its_own_and_nothing_from_another_file(tmp_path):
     """The content is sent to the address that names the file, and another user's process may answer there."""
     private = tmp_path / "id_rsa"
-    private.write_text("secret\n9001\n")
+    private.write_text("secret\n")
     private.chmod(0o600)
     assert read_token(str(private), URL) is None
     path = write_token(tmp_path, "secret", port=9001)
@@ -77,7 +88,7 @@ def _inherited(token):
 
 def test_a_server_removes_its_own_token_only(tmp_path):
     path = write_token(tmp_path, "of the next server", port=9001)
-    remove_token(tmp_path, "of the next")
+    remove_token(tmp_path, "of the next", port=9001)
     assert path.exists()
-    remove_token(tmp_path, "of the next server")
+    remove_token(tmp_path, "of the next server", port=9001)
     assert not path.exists()

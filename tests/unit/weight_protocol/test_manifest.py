@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from example_trainer.errors import CannotServe
+from example_trainer.serving import startup
+from example_trainer.serving.config import ServerConfig
 from example_trainer.weight_protocol.manifest import (
     MANIFEST_NAME,
     BridgeManifest,
@@ -85,12 +90,35 @@ def test_a_manifest_of_a_server_that_is_gone_is_stale(tmp_path, fields):
         load_manifest(write_manifest(manifest(**fields), tmp_path))
 
 
+def test_a_process_that_has_ended_does_not_run_before_its_parent_has_waited_for_it():
+    """A server was said to run that a launcher had just killed."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert process_start_time(process.pid) is not None
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert process_start_time(process.pid) is None
+
+
 def test_a_manifest_of_another_form_is_reported(tmp_path):
     path = tmp_path / MANIFEST_NAME
     path.write_text('{"model": "m"}')
     path.chmod(0o600)
     with pytest.raises(ManifestStale, match="not a manifest of this release"):
         load_manifest(path)
+
+
+def test_a_server_does_not_replace_the_manifest_of_another_one_that_runs(tmp_path):
+    """The trainers of two runs that named one manifest found the newer server, and one run published into the other."""
+    sharing = ServerConfig(model=str(tmp_path), share_weights=True, bridge_dir=tmp_path, port=9002)
+    (tmp_path / "config.json").write_text("{}")
+    startup.check_start(sharing, {}, on_gpu=False)
+    write_manifest(manifest(url="http://127.0.0.1:9001"), tmp_path)
+    with pytest.raises(CannotServe, match=r"of the server at http://127\.0\.0\.1:9001 .* which runs; .*--bridge-dir"):
+        startup.check_start(sharing, {}, on_gpu=False)
+    startup.check_manifest(tmp_path, 9001)
+    startup.check_manifest(tmp_path / "another", 9002)
+    write_manifest(manifest(url="http://127.0.0.1:9001", pid_start_time=1.0), tmp_path)
+    startup.check_start(sharing, {}, on_gpu=False)
 
 
 def test_a_missing_manifest_names_the_places(tmp_path, monkeypatch):

@@ -100,6 +100,7 @@ def test_waiting_ends_with_the_reason_and_the_flag(tiny_family):
         bridge.prepare()
 
 
+@pytest.mark.usefixtures("no_such_name")
 def test_a_host_that_no_lookup_knows_is_reported_at_once(tiny_family):
     here = config_of("http://127.0.0.1:9001", tiny_family("qwen2"))
     bridge = SharedVllmBridge(here.model_copy(update={"vllm_host": "no-such-host.invalid"}))

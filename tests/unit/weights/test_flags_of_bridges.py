@@ -52,7 +52,7 @@ def test_the_manifest_that_is_named_is_read_and_no_other(tiny_family, tmp_path, 
     model = tiny_family("qwen2")
     with served_fake(model, tmp_path / "one") as one, served_fake(model, tmp_path / "two") as two:
         monkeypatch.setenv("LOGDIR", str(tmp_path / "two"))
-        bridge = bridge_to(two, model, tmp_path, vllm_config_path=str(one.server.manifest_path))
+        bridge = bridge_to(one, model, tmp_path)
         bridge.prepare()
         assert bridge._attached is not None
         assert bridge._attached.manifest.boot_id == one.server.boot_id
@@ -60,6 +60,21 @@ def test_the_manifest_that_is_named_is_read_and_no_other(tiny_family, tmp_path, 
         missing = bridge_to(two, model, tmp_path, vllm_config_path=str(tmp_path / "nowhere.json"))
         with pytest.raises(WaitTimedOut, match=r"looked at .*nowhere\.json\."):
             missing.prepare()
+
+
+def test_two_runs_that_name_one_manifest_do_not_share_a_server(tiny_family, tmp_path):
+    """The second run's trainer found the first one's server there, and published into it."""
+    model = tiny_family("qwen2")
+    with served_fake(model, tmp_path / "one") as one, served_fake(model, tmp_path / "two") as two:
+        bridge = bridge_to(two, model, tmp_path, vllm_config_path=str(one.server.manifest_path))
+        with pytest.raises(WaitTimedOut, match=f"belongs to the server at {one.url}, not to the one at {two.url}"):
+            bridge.prepare()
+        without_port = TrainingConfig.model_validate(
+            bridge._config.model_dump(include=bridge._config.model_fields_set - {"vllm_port"})
+        )
+        named = make_bridge(without_port)
+        named.prepare()
+        named.close()
 
 
 def test_a_smaller_sync_budget_publishes_less_often(tiny_family, tmp_path):

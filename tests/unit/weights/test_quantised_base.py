@@ -123,6 +123,21 @@ def test_a_base_of_other_values_or_without_a_record_is_written_anew(options, tmp
         assert read_base_record(directory) is not None
 
 
+@pytest.mark.parametrize("damage", ["a part", "missing"])
+def test_a_base_that_was_copied_in_part_is_written_anew(options, tmp_path, damage):
+    """Its record may have been copied before its weights, and each server that loaded it failed."""
+    policy, directory = load_policy(options()), tmp_path / "base"
+    prepare_base(policy, directory)
+    weights = directory / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.unlink()
+    if damage == "a part":
+        weights.write_bytes(whole[:-1])
+    assert read_base_record(directory) is None
+    prepare_base(policy, directory)
+    assert weights.read_bytes() == whole
+
+
 def test_a_disk_without_room_is_reported_before_anything_is_written(options, tmp_path, monkeypatch):
     policy, directory = load_policy(options()), tmp_path / "served" / "base"
     needed = sum(tensor.numel() * 4 for tensor in policy.base_tensors(torch.float32).values())

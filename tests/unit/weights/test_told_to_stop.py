@@ -40,6 +40,7 @@ def wait_for_replacement(bridge):
     ("settings", "wait"),
     [
         ({"weight_bridge_mode": "shared_vllm"}, lambda bridge: bridge._attach()),
+        ({"weight_bridge_mode": "shared_vllm", "num_inference_nodes": 1}, lambda bridge: bridge.prepare()),
         ({"weight_bridge_mode": "shared_vllm", "num_inference_nodes": 1}, wait_for_member),
         ({"weight_bridge_mode": "lora_only"}, lambda bridge: bridge._until_it_answers(gone)),
         (
@@ -52,7 +53,7 @@ def wait_for_replacement(bridge):
             lambda bridge: bridge._members.wait_for(1, 600.0),
         ),
     ],
-    ids=["shared", "broadcast", "adapters", "adapters to several", "restart", "registered"],
+    ids=["shared", "broadcast at the start", "broadcast", "adapters", "adapters to several", "restart", "registered"],
 )
 def test_a_publish_waits_for_no_server_once_the_trainer_is_told_to_stop(tmp_path, monkeypatch, settings, wait):
     """A server that is gone for good kept the trainer waiting until it was killed, so that it wrote no checkpoint."""

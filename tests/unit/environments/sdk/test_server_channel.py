@@ -87,6 +87,7 @@ async def test_a_server_error_that_comes_again_is_about_the_request():
     assert transport.asked == 3
 
 
+@pytest.mark.usefixtures("no_such_name")
 async def test_a_mistyped_host_is_reported_at_once():
     """R33: there is no wait for a name that does not resolve."""
     started = time.monotonic()
