@@ -30,6 +30,7 @@ THREAD_FROM_BYTES: Final = 2 << 20
 """Checking a smaller body takes a few milliseconds at most."""
 
 MOST_LENIENT_BYTES: Final = 1 << 16
+_REFUSED_GZIP: Final = re.compile(r"gzip\s*;\s*q=0(\.0*)?\s*(,|$)")
 JSON: Final = "application/json"
 
 _encoder = msgspec.json.Encoder()
@@ -106,7 +107,9 @@ def json_response(content: Any, status_code: int = 200) -> Response:
 
 
 def wants_gzip(accept_encoding: str) -> bool:
-    return "gzip" in accept_encoding.lower()
+    """Return True if `Accept-Encoding` names gzip, unless it refuses it by a weight of 0."""
+    text = accept_encoding.lower()
+    return "gzip" in text and _REFUSED_GZIP.search(text) is None
 
 
 def compress(pieces: Iterable[bytes]) -> list[bytes]:

@@ -160,6 +160,14 @@ def test_columns_travel_compressed_both_ways_where_the_caller_wants_it(caller):
     assert int(packed.headers["content-length"]) < len(plain.content)
 
 
+@pytest.mark.parametrize(("accept", "packed"), [("gzip;q=0, *", False), ("gzip; q=0.0", False), ("gzip;q=0.5", True)])
+def test_a_weight_of_0_refuses_compression(caller, accept, packed):
+    caller.send(caller.client, 1, images="x" * 2000)
+    headers = {"Accept-Encoding": accept}
+    answers = [caller.batch(1, **headers), caller.http.get("/v1/servers", headers=headers)]
+    assert ["content-encoding" in answer.headers for answer in answers] == [packed, packed]
+
+
 def test_the_latest_group_is_shown_as_json_whatever_it_came_as(caller):
     sent = caller.send(caller.client, 1)
     for path in ("/latest_example", "/v1/groups/latest"):
