@@ -161,13 +161,12 @@ def _describe_run(broker: Broker, run: RunRow) -> RunStatus:
 
 def _describe_queue(broker: Broker) -> QueueStatus:
     state, queue = broker.state, broker.state.queue
-    oldest = queue.oldest()
     unpackable = broker.batches.unpackable_sizes(state.runs.open) if state.runs.open is not None else []
     return QueueStatus(
         groups=queue.groups,
         sequences=queue.sequences,
         bytes=queue.body_bytes,
-        oldest_age_seconds=state.clock() - oldest.arrived_at if oldest is not None else None,
+        oldest_age_seconds=state.oldest_age_seconds(),
         unpackable_sizes=unpackable,
         unpackable_groups=sum(queue.groups_by_size[size] for size in unpackable),
     )
