@@ -54,7 +54,7 @@ def _no_store(facts: Facts) -> Finding | None:
         severity="blocked",
         headline="The broker's store takes no writes",
         detail=facts.store_failure,
-        advice="free space on its disk; nothing that was acknowledged is lost",
+        advice="the text names the cause and what to do; nothing that was acknowledged is lost",
     )
 
 

@@ -14,7 +14,7 @@ from atropos_api.broker.packing import amount
 from atropos_api.broker.runs import make_run
 from atropos_api.broker.state import State
 from atropos_api.errors import InvalidRequest, RunInProgress
-from atropos_api.store.base import RunRow
+from atropos_api.store.base import LOST, RunRow
 from atropos_api.store.failpoints import Failpoint
 from atropos_api.wire.messages import RunRequest
 
@@ -134,6 +134,7 @@ class RunSuccession:
         rest = batched + state.queue.clear()
         rest += [group for groups in state.replayable.values() for group in groups]
         state.batches, state.replayable = {}, {}
+        state.possibly_delivered.clear()  # the next run's batches have the same numbers
         if rest:
             state.left_over.setdefault(run.run_id, []).extend(rest)
             state.counters.groups_left_over_total += len(rest)
@@ -201,7 +202,8 @@ class RunSuccession:
             self._batches.commit(run, covered)
         for number in [n for n in state.replayable if n > point]:
             state.batches[number] = state.replayable.pop(number)
-            state.environments.count_outcome(TRAINED, state.batches[number], sign=-1)
+            trained = (group for group in state.batches[number] if group.body != LOST)
+            state.environments.count_outcome(TRAINED, trained, sign=-1)
         last = point
         while last + 1 in state.batches and amount(run, state.batches[last + 1]) == run.batch_size:
             last += 1

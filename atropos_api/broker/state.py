@@ -175,6 +175,11 @@ class State:
     def registered_sizes(self) -> frozenset[int]:
         return self.liveness().connected_sizes
 
+    def oldest_age_seconds(self) -> float | None:
+        """Return the age of the queue's oldest group; 0 if the machine's clock has been set back since it came."""
+        oldest = self.queue.oldest()
+        return None if oldest is None else max(0.0, self.clock() - oldest.arrived_at)
+
     def is_under_pressure(self) -> bool:
         """Return True if more than nine tenths of a queue limit (sequences or bytes) are used."""
         queue, settings = self.queue, self.settings

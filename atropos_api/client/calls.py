@@ -304,7 +304,7 @@ def _batch(response: httpx.Response, *, arrays: bool) -> Batch | None:
         return None
     if response.headers.get("Content-Type", "").startswith(MEDIA_TYPE):
         return decode_batch(response.content, arrays=arrays)
-    return msgspec.json.decode(response.content, type=Batch)
+    return _answer(Batch)(response)
 
 
 def _encode_submission(environment_id: int, groups: Sequence[Group], form: Form) -> tuple[bytes, str]:

@@ -81,7 +81,7 @@ def tls_of(url: str) -> ssl.SSLContext | bool:
 
     Reading them costs more than a call, so they are not read for plain HTTP.
     """
-    return httpx.create_ssl_context() if url.startswith("https:") else False
+    return False if url[:5].lower() == "http:" else httpx.create_ssl_context()  # a scheme may be in capitals
 
 
 def default_headers() -> dict[str, str]:

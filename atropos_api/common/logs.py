@@ -90,7 +90,7 @@ class _RateLimitFilter(logging.Filter):
             return True
         kind = (record.name, record.msg)
         began_at, count = self._windows.get(kind, (record.created, 0))
-        if record.created - began_at > WINDOW_SECONDS:
+        if not 0 <= record.created - began_at <= WINDOW_SECONDS:  # below 0: the machine's clock was set back
             left_out = count - MOST_ALIKE
             if left_out > 0:
                 record.msg = f"{record.msg} (and {left_out} more like this before)"

@@ -138,12 +138,11 @@ def _blocked(context: AppContext) -> list[tuple[tuple[str, ...], float]]:
 
 def _gauges(broker: Broker) -> dict[str, float]:
     state = broker.state
-    oldest = state.queue.oldest()
     gauges: dict[str, float] = {
         "queued_groups": state.queue.groups,
         "queued_sequences": state.queue.sequences,
         "queued_bytes": state.queue.body_bytes,
-        "queue_oldest_age_seconds": state.clock() - oldest.arrived_at if oldest is not None else 0.0,
+        "queue_oldest_age_seconds": state.oldest_age_seconds() or 0.0,
         "store_bytes": state.bodies.size_bytes(),
         "uncommitted_batches": len(state.batches),
         "environments_alive": len(state.alive_environments()),

@@ -250,8 +250,8 @@ def describe_contents(broker: Broker) -> str:
     state = broker.state
     run = state.runs.open
     what = f"run {run.name} ({run.run_id}) open after batch {run.committed_batch}" if run is not None else "no open run"
-    oldest = state.queue.oldest()
-    age = f", the oldest {state.clock() - oldest.arrived_at:.0f} s old" if oldest is not None else ""
+    oldest = state.oldest_age_seconds()
+    age = f", the oldest {oldest:.0f} s old" if oldest is not None else ""
     left_over = sum(len(groups) for groups in state.left_over.values())
     rest = f", {left_over} left over from other runs" if left_over else ""
     return f"{what}, {state.queue.groups} groups queued{age}{rest}"

@@ -408,8 +408,10 @@ def _runs(refs: Sequence[BodyRef]) -> Iterator[Sequence[BodyRef]]:
 
 
 def _unavailable(error: OSError, size: int = 0) -> StoreUnavailable:
-    remedy = "free space on its disk"
-    if error.errno in {errno.EMFILE, errno.ENFILE}:
+    remedy = "check its disk and its owner"
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        remedy = "free space on its disk"
+    elif error.errno in {errno.EMFILE, errno.ENFILE}:
         remedy = "allow more open files (ulimit -n) or fewer connections (--max-connections)"
     return StoreUnavailable(
         f"the store cannot be used ({error.strerror}); {remedy}, nothing was kept", refused_bytes=size

@@ -160,6 +160,22 @@ def test_columns_travel_compressed_both_ways_where_the_caller_wants_it(caller):
     assert int(packed.headers["content-length"]) < len(plain.content)
 
 
+@pytest.mark.parametrize(("accept", "packed"), [("gzip;q=0, *", False), ("gzip; q=0.0", False), ("gzip;q=0.5", True)])
+def test_a_weight_of_0_refuses_compression(caller, accept, packed):
+    caller.send(caller.client, 1, images="x" * 2000)
+    headers = {"Accept-Encoding": accept}
+    answers = [caller.batch(1, **headers), caller.http.get("/v1/servers", headers=headers)]
+    assert ["content-encoding" in answer.headers for answer in answers] == [packed, packed]
+
+
+@pytest.mark.parametrize(("encoding", "status"), [("zstd", 400), ("Deflate", 400), ("utf-8", 200)])
+def test_a_compression_that_the_broker_does_not_read_is_refused_by_its_name(caller, encoding, status):
+    body = b'{"name": "env", "group_size": 2, "max_token_length": 64}'
+    response = caller.http.post("/v1/environments", content=body, headers={"Content-Encoding": encoding})
+    assert response.status_code == status
+    assert status == 200 or encoding.lower() in response.json()["detail"]
+
+
 def test_the_latest_group_is_shown_as_json_whatever_it_came_as(caller):
     sent = caller.send(caller.client, 1)
     for path in ("/latest_example", "/v1/groups/latest"):

@@ -3,6 +3,7 @@
 import pytest
 
 from atropos_api.broker import BrokerSettings
+from atropos_api.broker.status import describe_status
 from atropos_api.errors import BatchOutOfOrder, CommittedBatch, InvalidGroup, QueueFull
 
 
@@ -253,3 +254,11 @@ def test_any_number_of_ranks_may_share_a_batch(broker):
     broker.send(env, 1, 2)
     shares = [broker.batch(1, rank=rank, world_size=10**18 - 1) for rank in (0, 1, 2, 10**18 - 2)]
     assert shares == [[1], [2], [], []]
+
+
+def test_no_group_is_younger_than_nothing_after_the_clock_was_set_back_while_the_broker_was_down(broker):
+    broker.begin()
+    broker.send(broker.register(), 1)
+    broker.now -= 3600
+    broker.restart()
+    assert describe_status(broker.inner).queue.oldest_age_seconds == 0.0

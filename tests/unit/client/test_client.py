@@ -51,6 +51,8 @@ def test_a_success_that_no_broker_gave_counts_as_a_broker_that_does_not_answer(p
     client, _ = client_of([httpx.Response(200, text=page)])
     with pytest.raises(BrokerUnreachable, match=r"http://broker/v1/status answers with something else than a broker"):
         client.status()
+    with pytest.raises(BrokerUnreachable, match=r"/v1/batches/1\?.* answers with something else than a broker"):
+        client.get_batch(1, run_id="r", epoch=1)
 
 
 def test_a_run_is_not_begun_twice_because_an_answer_was_lost():
@@ -121,8 +123,8 @@ class Answers(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize("trusted", [True, False])
-def test_a_private_certificate_is_trusted_where_the_environment_names_it(certificate, monkeypatch, trusted):
+@pytest.mark.parametrize(("trusted", "scheme"), [(True, "https"), (False, "https"), (False, "HTTPS")])
+def test_a_private_certificate_is_trusted_where_the_environment_names_it(certificate, monkeypatch, trusted, scheme):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*certificate)
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
@@ -130,7 +132,7 @@ def test_a_private_certificate_is_trusted_where_the_environment_names_it(certifi
         threading.Thread(target=server.serve_forever, daemon=True).start()
         if trusted:
             monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
-        with BrokerClient(f"https://127.0.0.1:{server.server_port}", retry_seconds=0.0) as client:
+        with BrokerClient(f"{scheme}://127.0.0.1:{server.server_port}", retry_seconds=0.0) as client:
             if trusted:
                 assert client.status() == {}
             else:

@@ -53,6 +53,16 @@ def test_warnings_of_one_kind_are_counted_instead_of_repeated(monkeypatch):
         assert lines()[-1].endswith("refused: 0 (and 30 more like this before)")
 
 
+def test_a_machines_clock_that_is_set_back_hides_no_warning(monkeypatch):
+    with written(monkeypatch) as lines:
+        for _ in range(logs.MOST_ALIKE):
+            logging.getLogger("a").warning("refused")
+        record = logging.LogRecord("a", logging.WARNING, __file__, 1, "refused", None, None)
+        record.created -= 3600
+        logging.getLogger("a").handle(record)
+        assert len(lines()) == logs.MOST_ALIKE + 1
+
+
 def test_a_line_begins_with_the_day_and_the_time(monkeypatch):
     with written(monkeypatch) as lines:
         logging.getLogger("a").info("ready")

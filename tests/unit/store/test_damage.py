@@ -78,6 +78,30 @@ def test_a_batch_that_nobody_saw_is_formed_anew_without_the_damaged_group(stored
     assert stored.idents(1) == [2, 3]
 
 
+def test_a_batch_that_nobody_saw_is_formed_anew_though_one_of_that_number_was_seen_in_the_run_before(stored):
+    stored.submit(1, 2)
+    stored.idents(1)
+    stored.broker.begin_run(msgspec.structs.replace(RUN, name="next", take_over=True))
+    stored.submit(3, 4, 5)
+    stored.damage(3)
+    with pytest.raises(DamagedBatch):
+        stored.idents(1)
+    assert stored.idents(1) == [4, 5]
+
+
+def test_a_group_that_was_damaged_is_not_taken_back_as_trained_when_its_batch_is_replayed(stored):
+    stored.submit(1, 2)
+    stored.idents(1)
+    stored.damage(2)
+    with pytest.raises(DamagedBatch):
+        stored.idents(1)
+    stored.broker.commit(1)
+    stored.broker.begin_run(RUN)
+    assert stored.idents(1) == [1]
+    stored.broker.commit(1)
+    assert stored.broker.state.environments.get(stored.environment).outcomes.groups == {"trained": 1, "damaged": 1}
+
+
 def test_a_batch_that_was_shown_keeps_its_other_groups_and_slices(stored):
     """R11: the same bytes each time, except for lost groups; a new batch would give some groups to two ranks."""
     stored.submit(1, 2, 3, 4)

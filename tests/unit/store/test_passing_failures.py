@@ -123,3 +123,14 @@ def test_a_dead_segment_that_cannot_be_deleted_fails_nothing(tmp_path, monkeypat
         log.sweep()
         assert not dead.exists()
     log.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [(errno.ENOSPC, "free space on its disk"), (errno.EROFS, "check its disk and its owner"), (errno.EMFILE, "ulimit")],
+)
+def test_a_refused_write_names_the_remedy_for_its_own_cause(tmp_path, monkeypatch, code, remedy):
+    log = SegmentLog(tmp_path)
+    monkeypatch.setattr(os, "open", refuse(OSError(code, os.strerror(code))))
+    with pytest.raises(StoreUnavailable, match=f"{os.strerror(code)}.*{remedy}"):
+        log.append([b"body"])
