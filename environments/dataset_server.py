@@ -97,7 +97,7 @@ class DatasetEnvConfig(QuestionEnvConfig):
         kept = [row for row in rows if row.answer] if comparing else rows
         if not kept:
             raise DataUnusable(
-                f"{source}: no row has a reference, with which the reward {comparing} compares; it is looked for under "
+                f"{source}: no row has a reference, with which the reward {comparing} compares; the columns for it are "
                 f"{', '.join(REFERENCES)}. Name another reward with --env.reward"
             )
         if len(kept) < len(rows):
@@ -232,7 +232,7 @@ def _sample(row: Row, prompt: Any, text: str, node: SequenceNode) -> Mapping[str
 
 
 def _given(row: Row) -> dict[str, Any]:
-    """Return the data's part of a sample: the columns, and the reference under the usual name if that has no value."""
+    """Return the data's part of a sample: the columns, and the reference at `answer` if that column has no value."""
     if not row.answer or not is_missing(row.columns.get("answer")):
         return dict(row.columns)
     return {"answer": row.answer, **{name: value for name, value in row.columns.items() if name != "answer"}}

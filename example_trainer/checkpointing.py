@@ -129,9 +129,9 @@ def find_checkpoint(resume: str | None, root: Path) -> Path | None:
 
 
 def continue_at(root: Path, checkpoint: Path) -> None:
-    """Point `latest` to the checkpoint of `root` that a run goes on from: a kill before its next one changes nothing.
+    """Point `latest` to the checkpoint of `root` that a run resumes from, as it may be killed before it writes another.
 
-    Without this `--resume auto` would take a checkpoint of a higher step, which the run had gone back from.
+    Without this `--resume auto` would take a checkpoint of a higher step, from which the run had gone back.
     """
     if checkpoint.parent.resolve() != root.resolve():
         return
@@ -211,11 +211,11 @@ def read_state(checkpoint: Path) -> TrainerState:
 def refuse_changed_settings(
     state: TrainerState, config: TrainingConfig, method: Literal["grpo", "sft"] = "grpo"
 ) -> None:
-    """Raise `CheckpointError` if another method, optimizer or other trained weights than the run's wrote it."""
+    """Raise `CheckpointError` if the checkpoint has another method, optimizer or set of trained weights than a run."""
     if state.method != method:
         raise CheckpointError(
-            f"the checkpoint of step {state.step} was written by atropos-{state.method}, whose steps are others; begin "
-            "a run from its weights with --model-name"
+            f"the checkpoint of step {state.step} was written by atropos-{state.method}, which counts other steps; "
+            "begin a run from its weights with --model-name"
         )
     _refuse_other_weights(state, config)
     refuse_other_base(state, config, base_fingerprint(config.model_name))
@@ -225,7 +225,7 @@ def refuse_changed_settings(
         if _meant(name, before) != _meant(name, now):
             raise _changed(name, before, state, config)
     masters = state.config.get("master_weights", config.master_weights)
-    # The optimizer of bf16 weights without masters rounds, and its state is another; --dtype auto shows at the load.
+    # Without masters the optimizer of bf16 weights rounds, and has another state; under --dtype auto the load finds it.
     steps_bf16 = {state.config.get("dtype"), config.dtype} == {"bfloat16"}
     if steps_bf16 and masters != config.master_weights and "none" in {masters, config.master_weights}:
         raise _changed("master_weights", masters, state, config)
@@ -253,7 +253,7 @@ def _as_flag(name: str, value: Any) -> str:
 
 
 def _refuse_other_weights(state: TrainerState, config: TrainingConfig) -> None:
-    """Raise `CheckpointError` for full weights in a mode that trains an adapter, or the reverse, and another model."""
+    """Raise `CheckpointError` for full weights where an adapter is trained, or the reverse, and for other sizes."""
     mode, model = str(state.config.get("weight_bridge_mode")), str(state.config.get("model_name"))
     kinds = {True: "an adapter", False: "full weights"}
     if mode in MODES and MODES[mode].trains_adapter != config.trains_adapter:
@@ -280,8 +280,8 @@ def _refuse_other_weights(state: TrainerState, config: TrainingConfig) -> None:
 def refuse_other_base(state: TrainerState, config: TrainingConfig, base: str | None) -> None:
     """Raise `CheckpointError` if the model with the fingerprint `base` is not the one that the checkpoint needs.
 
-    It needs it for weights that are frozen, and for a reference policy that is the model at the run's start. A model
-    whose weights have no fingerprint, here or at that time, is compared by its name, and another is warned about.
+    The model is needed for frozen weights, and for a reference policy that is the model at the run's start. If its
+    weights have no fingerprint, here or when the checkpoint was written, names are compared, and a warning is logged.
     """
     frozen = "an adapter of" if config.trains_adapter else "some layers of" if config.train_layer_indices else None
     if frozen is None and not (config.kl_coef and config.ref_model is None):
@@ -412,7 +412,7 @@ def _remove_leftovers(root: Path) -> None:
 
 
 def _prune(root: Path, keep_last: int, step: int) -> None:
-    """Remove all but the last ones up to `step`; a resume went back from the higher ones, so they are not counted."""
+    """Remove all but the last ones up to `step`; those of higher steps, which a resume left behind, are not counted."""
     reached = [path for path in list_checkpoints(root) if _step_of(path) <= step]
     for path in reached[:-keep_last]:
         shutil.rmtree(path, ignore_errors=True)

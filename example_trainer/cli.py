@@ -68,7 +68,7 @@ BROKER_LOST = os.EX_TEMPFAIL
 
 REPORT_TIMEOUT_SECONDS = 5.0
 
-LEADER_MARGIN_SECONDS = 600.0
+RANK0_MARGIN_SECONDS = 600.0
 """Extra time that other ranks wait for rank 0, beyond its own waits, so that it can export or hold a policy."""
 
 
@@ -197,7 +197,7 @@ def _train(config: TrainingConfig, logs: LogContext) -> int:
             config.world_size,
             config.init_method,
             device=config.device,
-            timeout_seconds=config.batch_timeout + config.wait_timeout + LEADER_MARGIN_SECONDS,
+            timeout_seconds=config.batch_timeout + config.wait_timeout + RANK0_MARGIN_SECONDS,
             tensor_parallel_size=config.trainer_tensor_parallel_size,
         ) as ranks:
             own = session if ranks.world_size == 1 else ranked_session(config, client, ranks)

@@ -51,9 +51,9 @@ def load_policy(options: PolicyOptions, *, forwards_from_masters: bool = True) -
     load_dtype = served_dtype if frozen or options.master_weights == "none" else torch.float32
     waits_for_views = options.master_weights == "none" and not forwards_from_masters
     if options.sharding is not None:
-        from example_trainer.modeling.fsdp import load_spread
+        from example_trainer.modeling.fsdp import load_sharded
 
-        return load_spread(options, stored, served_dtype=served_dtype, device=device)
+        return load_sharded(options, stored, served_dtype=served_dtype, device=device)
     module = load_module(options, stored, load_dtype, device)
     if frozen or not (options.master_weights == "host" or waits_for_views):
         module = module.to(device)

@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
     from example_trainer.launcher.launch import plan_launch
 
     launch = plan_launch(settings)
-    # A layout may be asked for its numbers on a machine on which it does not fit.
+    # `--dry-run` describes a layout also on a machine on which it does not fit.
     if not settings.trainer.dry_run or settings.layout is None:
         _refuse_large(settings)
     if settings.trainer.dry_run:
@@ -83,7 +83,9 @@ def carry_out(launch: Launch, argv: Sequence[str]) -> int:
         # It may hold the last lines of a program's log, and with them a traceback of a library.
         sys.stderr.write(f"atropos-grpo-run: error: {redact_text(str(error))}{place}\n")
         if launch.run.metrics.exists():
-            sys.stderr.write(f"atropos-grpo-run: {way_on(argv, launch, failed=not isinstance(error, Interrupted))}\n")
+            sys.stderr.write(
+                f"atropos-grpo-run: {next_start(argv, launch, failed=not isinstance(error, Interrupted))}\n"
+            )
         return 1 if isinstance(error, OSError) else error.exit_code
     if view == "json":
         ended = {"event": "summary", **asdict(summary), "run_dir": str(launch.run.root), "notes": launch.notes}
@@ -94,7 +96,7 @@ def carry_out(launch: Launch, argv: Sequence[str]) -> int:
     return 0
 
 
-def way_on(argv: Sequence[str], launch: Launch, *, failed: bool) -> str:
+def next_start(argv: Sequence[str], launch: Launch, *, failed: bool) -> str:
     """Return how to go on after a launch that did not reach its end; `failed` is False if it was stopped."""
     from example_trainer.launcher.run_dir import find_checkpoint
 

@@ -274,7 +274,7 @@ class Trainer:
         metrics |= step_metrics.publish_metrics(self._post_step.report)
         metrics |= step_metrics.memory_metrics(self._train_step.learner.policy.device)
         self._tracker.log(step, metrics)
-        step_metrics.say(step, self.config.training_steps, metrics)
+        step_metrics.log_step(step, self.config.training_steps, metrics)
         for event in self._health.check(step, metrics):
             logger.warning("step %d: %s; %s", step, event.message, event.advice)
             self._tracker.event(event)

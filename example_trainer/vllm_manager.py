@@ -117,7 +117,7 @@ class VllmManager:
     """The manager of one run's vLLM server: it starts, replaces and stops the server."""
 
     def __init__(self, options: VllmOptions, *, should_stop: ShouldStop = never) -> None:
-        """Keep the arguments; no wait for a server goes on once `should_stop`."""
+        """Keep the arguments; waits for a server end once `should_stop` returns True."""
         self._options = options
         self._should_stop = should_stop
         self._server: ServerProcess | None = None
@@ -280,10 +280,10 @@ class VllmManager:
         sockets = {"listening": self._listening, "successor": channel.sender, "loaded": tells_loaded}
         if before is not None:
             sockets["predecessor"] = before.receiver
-        standby, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) if waits else (None, None)
-        if told is not None:
-            sockets["standby"] = told
-        with tells_loaded, told or contextlib.nullcontext():
+        standby, waiting = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) if waits else (None, None)
+        if waiting is not None:
+            sockets["standby"] = waiting
+        with tells_loaded, waiting or contextlib.nullcontext():
             process = self._starter.submit(self._spawn, command, sockets).result()
         what = "a policy to come" if version is None else f"version {version}"
         logger.info("started vLLM for %s (pid %d); its log is %s", what, process.pid, self._options.log_path)

@@ -11,7 +11,7 @@ from atropos_api.store.base import GroupRow
 from atropos_api.wire.group_json import CheckedGroup
 
 MOST_TRACED: Final = 100_000
-"""Groups that are remembered while they wait; of groups beyond, the oldest are forgotten and have no span."""
+"""Traced groups that are remembered while they wait; beyond that number the oldest are forgotten and get no span."""
 
 _TRACEPARENT: Final = re.compile(rb'"%b":\s*"(00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})"' % FIELD.encode())
 

@@ -63,8 +63,8 @@ class Environments:
     def register(self, request: EnvironmentRequest, now: float) -> EnvironmentRow:
         """Register by stable name: the same name gets the same id, also after a restart.
 
-        A process that runs beside another one of its name gets a name with a number: the two do not share data or
-        pacing.
+        Of two processes of one name that run at the same time, the second gets a name with a number: the two do not
+        share data or pacing.
         """
         name = self._free_name(request)
         row = self._enter(request, now, self._by_name.get(name), name=name, display_name=name)
@@ -82,7 +82,7 @@ class Environments:
             self._waiting += Counter()  # adding a Counter drops the names whose count is 0
 
     def refuse_other_process(self, row: EnvironmentRow, process: str) -> None:
-        """Raise `UnknownEnvironment` if this environment is another process's by now, so that the caller registers."""
+        """Raise `UnknownEnvironment` if another process has this environment by now: the caller registers again."""
         row.process = row.process or process
         if process and row.process != process:
             raise UnknownEnvironment(
@@ -92,7 +92,7 @@ class Environments:
             )
 
     def _free_name(self, request: EnvironmentRequest) -> str:
-        """Return the name, or with a number the first that no other living process has; a process keeps its name."""
+        """Return the process's earlier name, or the first of NAME, NAME_1, … that no other living process has."""
         if not request.process:
             return request.name
         names = [request.name, *(f"{request.name}_{number}" for number in range(1, len(self._by_name) + 1))]

@@ -28,7 +28,7 @@ MOST_SERVERS: Final = 64
 
 
 class FlowRates(msgspec.Struct, kw_only=True):
-    """Rates on the edges of the flow, per second, over the last half minute or since a first watcher asked."""
+    """Rates on the edges of the flow, per second: over the last half minute, or since a watcher first asked."""
 
     seconds: float
     requests: float
@@ -48,7 +48,7 @@ class FlowStatus(msgspec.Struct, kw_only=True):
     outstanding: int
     """The amount queued, or in batches that are not trained yet, in the run's unit."""
     limit: int
-    """Largest `outstanding` at which environments get room; 0 without an open run."""
+    """The `outstanding` from which on no environment gets room; 0 without an open run."""
     diagnosis: Diagnosis
 
 

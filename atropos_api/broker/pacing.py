@@ -3,7 +3,7 @@
 `GroupSizes` judges all sizes together: 3 and 5 fill a batch of 8, neither does alone. An environment whose size cannot
 fill a batch yet is not refused, because one that completes it may register a moment later: in the Atropos contract its
 registration is answered with a request to retry, in v1 it is registered, and both produce nothing until then. A warning
-carries the arithmetic. `Pacer` lets each environment have as much in flight as can be trained before it is too old, and
+shows the arithmetic. `Pacer` lets each environment have as much in flight as can be trained before it is too old, and
 no more.
 """
 
@@ -107,7 +107,7 @@ class GroupSizes:
     def explain(self, run: RunRow, size: int) -> str:
         """Return the arithmetic of an unusable group size, and the changes that would help."""
         if size > run.batch_size:
-            return f"groups of {size} are larger than a batch of {run.batch_size} sequences; raise the trainer's"
+            return f"groups of {size} are larger than a batch of {run.batch_size}; raise the trainer's batch size"
         others = sorted((self._state.registered_sizes() | self._asked_for()) - {size})
         combined = f" with those of {', '.join(map(str, others))}" if others else " alone"
         rest = run.batch_size % size
@@ -225,8 +225,9 @@ class Pacer:
         return outstanding < limit
 
     def budget(self, run: RunRow) -> tuple[int, int]:
-        """Return how much is queued or batched, and how much may be before no environment gets room; in the run's
-        unit.
+        """Return the amount that is queued or batched, and the amount from which on no environment gets room.
+
+        Both are in the run's unit.
         """
         batches = self._state.liveness().most_batches_offpolicy
         return self._outstanding(run), admission_limit(run, batches, max_staleness_of(self._state, run))

@@ -199,7 +199,7 @@ class State:
             listener()
 
     def record_servers(self, update: PolicyUpdate) -> None:
-        """Record which registered servers serve the policy, so that they do after a restart of the broker as well."""
+        """Record which registered servers serve the policy, so that a restarted broker lets them go on serving."""
         run = self.runs.require_open()
         if update.servers is None or update.version != run.policy_version:
             return
@@ -220,7 +220,7 @@ class State:
         )
 
     def note_fleet(self, fleet: Fleet) -> None:
-        """Record that another number of a launcher's servers is wanted, or followed, as an event."""
+        """Record as an event that another number of a launcher's servers is wanted, or that the launcher follows it."""
         self.events.add(
             "fleet-changed",
             fleet_id=fleet.fleet_id,
@@ -260,7 +260,7 @@ class BrokerSettings(BaseModel):
         60.0, gt=0, description="Seconds without a call after which an environment's weight and minimum are ignored."
     )
     server_lease: float = Field(
-        10.0, ge=0.5, le=600, description="Seconds without a renewal after which a registered inference server is out."
+        10.0, ge=0.5, le=600, description="Seconds without a renewal after which a registered inference server is gone."
     )
     min_allocation_wait: float = Field(
         120.0, ge=0, description="Seconds a batch waits for an environment's minimum before it is formed without it."

@@ -1,4 +1,4 @@
-"""The broker's event stream `/v1/events` as an iterator, and what its status says of a run as lines to read.
+"""The broker's event stream `/v1/events` as an iterator, and lines of text about a run, from the broker's status.
 
 `watch_events` reads one connection; if it breaks off, the caller opens another. `explain_wait` and `explain_drops` are
 for programs that wait for a batch or watch the broker.
@@ -103,8 +103,8 @@ def explain_wait(status: Mapping[str, Any]) -> str:
     """Return the diagnosis of the run in one line; "" if nothing is waited for, or the broker is too old to say."""
     finding = ((status.get("flow") or {}).get("diagnosis") or {}).get("finding") or {}
     headline = finding.get("headline")
-    told = finding.get("severity") != "ok" or finding.get("rule") == "starting"
-    return printable(headline) if isinstance(headline, str) and told else ""
+    waits = finding.get("severity") != "ok" or finding.get("rule") == "starting"
+    return printable(headline) if isinstance(headline, str) and waits else ""
 
 
 def printable(text: str) -> str:

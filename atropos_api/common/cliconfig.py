@@ -187,7 +187,7 @@ def run_cli(main: Callable[[list[str]], int]) -> NoReturn:
 
 
 _LASTING = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG})
-"""Errors of a path that is not this user's, or can be nobody's: they do not pass."""
+"""Errors of a path that another attempt does not mend: this user may not use it, or nobody can."""
 
 
 def _end_with(error: OSError) -> tuple[int, str]:

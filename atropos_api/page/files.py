@@ -1,6 +1,6 @@
 """The page's own files in `static/`: HTML, styles and modules, with the headers that they are sent with.
 
-One is the style that the page shares with reports and other pages that are one file.
+The style sheet comes from `common.html_pages`, whose pages (reports and the like) have the same style.
 
 The policy lets the page load nothing but these files, run no script that is inside of HTML, and be shown in no frame.
 Text from a model reaches the page only as JSON.

@@ -78,14 +78,14 @@ def connect(url: str, *, timeout_seconds: float) -> Any:
         client = redis.Redis.from_url(
             url, socket_timeout=timeout_seconds, socket_connect_timeout=timeout_seconds, retry=Retry(NoBackoff(), 0)
         )
-        client.connection_pool.make_connection()  # it opens none, but refuses an option of the address that is none
+        client.connection_pool.make_connection()  # connects to nothing, but raises for an unknown option of the address
     except (TypeError, ValueError) as error:
         raise AtroposError(f"--store {without_password(url)}: {error}; write redis://host:port/database") from error
     return client
 
 
 def _check_database(url: str) -> None:
-    """Raise `ValueError` for a database that is no number: redis-py would take database 0, which may be another's."""
+    """Raise `ValueError` for a database that is not a number: redis-py would take 0, in which others may have data."""
     if _DATABASE.fullmatch(urlsplit(url).path) is None:
         raise ValueError("the database is a number")
 

@@ -51,7 +51,7 @@ class _Segment:
     live_bytes: int = 0
     live_count: int = 0
     inode: tuple[int, int] | None = None
-    """Its device and number, for a segment of this process."""
+    """Device and inode number of the file; None for a segment of an earlier process."""
 
 
 class SegmentLog:

@@ -44,7 +44,7 @@ from environments.rewards.protocol import (
 _CALCULATION = re.compile(
     r"\d\s*(?:[-+*/×·÷x]|\\(?:times|cdot|div)(?![a-zA-Z]))\s*\\?\$?\d|\d(?:!|\^(?!\{?\\circ)|\(-?\d)|\\(?:[dt]?frac|sqrt)"
 )
-"""A calculation, whose result stands after the `=`; before it there may be the number itself, as in `2 h = 120 min`."""
+"""A calculation before the last `=`, after which is its result; of `2 h = 120 min` the first number is the answer."""
 
 
 class MathReward(ABC):
@@ -207,7 +207,7 @@ class R1ZeroReward(MathReward):
     """`correct_score` for form and answer, `format_score` for the form alone, else 0.
 
     The form: at most one `<think>`, and that at the very start (a prompt may already have opened it); one `</think>`;
-    then `<answer>`; one `</answer>` at the very end. A text with a second closing tag has no form. `close_answer` adds
+    then `<answer>`; one `</answer>` at the very end. A text with a second closing tag is not in it. `close_answer` adds
     a missing `</answer>`, for samplers that stop at it and cut it off.
     """
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 MEMORY_FOLDER = "/tmp"  # noqa: S108 - the sandbox's own
 WORK_FOLDER = f"{MEMORY_FOLDER}/work"
-"""It is empty at first, which /tmp itself is not where the interpreter is kept below it."""
+"""The code's working folder, empty at first; /tmp itself is not empty if the interpreter is installed below it."""
 
 DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -232,10 +232,6 @@ class BaseEnvConfig(BaseModel):
         pairs = read_schedule(self.group_size_schedule)
         return [(0, self._configured_group_size), *pairs] if pairs and pairs[0][0] > 0 else pairs
 
-    @property
-    def derived_batch_size(self) -> int:
-        return self.batch_size if self.batch_size > 0 else self.group_size
-
 
 def read_schedule(text: str) -> list[tuple[int, int]]:
     """Return pairs of step and value read from `0:8,100:4`, in the order of the steps."""
@@ -284,17 +280,6 @@ class APIServerConfig(ServerBaseline):
     def root_url(self) -> str:
         """The address without OpenAI's `/v1`: the native endpoints are there."""
         return self.base_url.rstrip("/").removesuffix("/v1")
-
-
-class APIServerConfigs(BaseModel):
-    """The servers of an environment in order: a single config is read as a list of one."""
-
-    servers: list[APIServerConfig]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return {"servers": [value]} if isinstance(value, dict) and "servers" not in value else value
 
 
 def as_server_list(

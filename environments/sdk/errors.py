@@ -16,9 +16,7 @@ from atropos_api.common.errors import AtroposError
 
 
 class EnvironmentsError(AtroposError):
-    """Root of the errors: with `ends_server` every other rollout would fail too, so the first such error ends the
-    server.
-    """
+    """Root of the errors: with `ends_server` True every other rollout would fail too, so the first ends the server."""
 
     ends_server: ClassVar[bool] = True
 
@@ -80,7 +78,7 @@ class ItemDropped(EnvironmentsError):
 
 
 class RolloutTimedOut(EnvironmentsError):
-    """A rollout was cancelled at its time limit, `--env.worker_timeout`; a time limit of its own code is not this."""
+    """A rollout was cancelled at `--env.worker_timeout`; a timeout in the environment's own code is another error."""
 
     ends_server = False
 

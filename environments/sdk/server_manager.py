@@ -216,7 +216,7 @@ class ServerManager:
         async with self._starting_proxy:
             if self._proxy is None:
                 proxy = SessionProxy(self, self._sessions)
-                with anyio.CancelScope(shield=True):  # a start that is broken off keeps the port, and nobody knows it
+                with anyio.CancelScope(shield=True):  # a cancelled start would keep the port
                     await proxy.start()
                 self._proxy = proxy
             return self._proxy

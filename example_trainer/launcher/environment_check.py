@@ -134,10 +134,10 @@ class EnvironmentCheck:
         lines = []
         for entry in self._environments:
             if entry.written_for is not None:
-                told = f"{logs / entry.name}.log names those that it ignored"
+                ignored = f"{logs / entry.name}.log names those that it ignored"
                 if entry.name in self._ignored:
-                    told = f"ignored: {', '.join(self._ignored[entry.name]) or 'none'}"
-                lines.append(f"{entry.server} used settings written for {entry.written_for}; {told}")
+                    ignored = f"ignored: {', '.join(self._ignored[entry.name]) or 'none'}"
+                lines.append(f"{entry.server} used settings written for {entry.written_for}; {ignored}")
         return lines
 
 

@@ -194,7 +194,7 @@ class Fleet:
             return
         complete = self._read_states()
         yield from self._note_states(self._states)
-        for server in self._drained_in_vain():
+        for server in self._no_longer_draining():
             yield from self._release(server, restarts, complete=complete)
         if ready:
             yield from self._add_missing()
@@ -267,8 +267,8 @@ class Fleet:
             elif code == 0:
                 yield f"{server.name} has left{self._replacement}"
             else:
-                told = f"; see {child.log_path}" if child.log_path.exists() else ""
-                self._note = f"{server.name} did not start: it {how}{told}"
+                log = f"; see {child.log_path}" if child.log_path.exists() else ""
+                self._note = f"{server.name} did not start: it {how}{log}"
                 yield self._note
 
     def _add_missing(self) -> Iterator[str]:
@@ -309,9 +309,9 @@ class Fleet:
         """Return the servers that are too many, the newest first."""
         return sorted(self._staying(), key=lambda server: server.index)[self._record.wanted :][::-1]
 
-    def _drained_in_vain(self) -> Iterator[_Server]:
-        """Yield the servers that drain no more: the process that was told has failed, and the next one is another to
-        the broker; or the broker was killed before the server had its answer.
+    def _no_longer_draining(self) -> Iterator[_Server]:
+        """Yield the servers that have stopped draining: the process that was told to drain has failed and its successor
+        has a new lease, or the broker was killed before the server had its answer.
         """
         for server in [server for server in self._servers.values() if server.drains]:
             if self._child(server) is None or self._states.get(server.server_id) in NOT_DRAINING:
@@ -339,7 +339,7 @@ class Fleet:
         return self._supervisor.find(server.name)
 
     def _forget(self, server: _Server, restarts: Restarts) -> None:
-        """End what is left of a server, also at the broker, and give its port back; the next of its name is another."""
+        """End what is left of a server, also at the broker, and free its port; the next of its name is a new one."""
         restarts.cancel(server.name)
         if server.name in self._supervisor:
             self._supervisor.stop(server.name)

@@ -249,7 +249,7 @@ class Launch:
         plan = fleet.first_plan()
         restarts = self._make_restarts(supervisor)
         for spec in plan.children:
-            supervisor.start(_told_servers(spec, fleet))
+            supervisor.start(_with_server_count(spec, fleet))
         resumes = self.settings.trainer.resume is not None
         feed = make_feed(plan, snapshot, tail, events, broker_token(self.settings), resumes=resumes)
         with contextlib.closing(feed), contextlib.closing(fleet):
@@ -307,7 +307,7 @@ class Launch:
                 snapshot.phase = line
                 view.update(snapshot, ())
             for spec, number in restarts.due():
-                supervisor.start(_told_servers(spec, fleet), restarted=number)
+                supervisor.start(_with_server_count(spec, fleet), restarted=number)
             still = restarts.unfinished(waiting)
             if plan.final_server is not None and TRAINER in waiting - still and still:
                 supervisor.start(_with_version(plan.final_server, snapshot))
@@ -438,8 +438,8 @@ def _lag_of_trainer(snapshot: Snapshot, config: RunConfig) -> tuple[float, str]:
     return config.wait_timeout, f"has not ended within {config.wait_timeout:g} s after its last step"
 
 
-def _told_servers(spec: ChildSpec, fleet: Fleet) -> ChildSpec:
-    """Return a program as it is started now: the trainer is told how many servers to await."""
+def _with_server_count(spec: ChildSpec, fleet: Fleet) -> ChildSpec:
+    """Return a program's current command: the trainer's says how many servers to await."""
     return replace(spec, command=fleet.for_trainer(spec.command)) if spec.name == TRAINER else spec
 
 

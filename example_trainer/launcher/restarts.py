@@ -35,7 +35,7 @@ _LACKS_MEMORY = re.compile(
 )
 _STOPS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals at which a program may stop in order; it then exits with 128 + the number, as ours do."""
-_SIGNALS_OF_CHANCE = frozenset({signal.SIGKILL}) | _STOPS
+_OUTSIDE_SIGNALS = frozenset({signal.SIGKILL}) | _STOPS
 """Signals that come from outside: they say nothing about the program."""
 
 
@@ -160,7 +160,7 @@ class Restarts:
         code = child.exit_code
         if not child.spec.may_restart or code in EXPLAINED_IN_ONE_LINE:
             return child.spec.why_final
-        by_chance = code is None or -code in _SIGNALS_OF_CHANCE or code - 128 in _STOPS
+        by_chance = code is None or -code in _OUTSIDE_SIGNALS or code - 128 in _STOPS
         killed = by_chance or (code is not None and code < 0)
         if child.name in never_ready and not killed:
             return "it has never been ready, so its settings do not work here"

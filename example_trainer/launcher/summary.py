@@ -152,7 +152,7 @@ def first_good_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | Non
 
 
 def overall_rate(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return all generated tokens that were trained over the time of all steps; a mean of rates favours short steps."""
+    """Return the sampled tokens of all batches over the time of all steps; a mean of rates would favour short steps."""
     known = [row for row in rows if row.get(names.TOKENS_PER_SECOND) and row.get(names.TIME_STEP)]
     seconds = sum(float(row[names.TIME_STEP]) for row in known)
     tokens = sum(float(row[names.TOKENS_PER_SECOND]) * float(row[names.TIME_STEP]) for row in known)

@@ -163,9 +163,9 @@ class Supervisor:
     def stop(
         self, name: str, *, grace_seconds: float = STOP_GRACE_SECONDS, is_urgent: Callable[[], bool] = lambda: False
     ) -> None:
-        """End one child and its processes, those that nobody saw before it died among them, and stop watching it.
+        """End one child and all of its processes, also those that were never observed, and stop watching it.
 
-        The grace ends early once `is_urgent`.
+        The grace ends early once `is_urgent` returns True.
         """
         child = self._children.pop(name)
         found = [child.handle, *child.descendants]
@@ -180,7 +180,7 @@ class Supervisor:
         child.process.poll()
 
     def vacate(self, name: str) -> None:
-        """Give back the place of a stopped program that is not started again; here it has none."""
+        """Release the placement of a stopped program that is not started again; on one machine there is none."""
 
     def close(self, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
         """End every process of the run, remove what they left and dismiss the guardian; may be called again."""
@@ -196,7 +196,7 @@ class Supervisor:
             self._guardian = None
 
     def _running_processes(self) -> list[psutil.Process]:
-        self._note_shared_memory()  # one that was just starting may map a segment while it is told to end
+        self._note_shared_memory()  # a process that was just starting may map a segment before the signal reaches it
         for child in self:
             child.process.poll()  # collects the exit, so that it does not linger as a zombie
         self._reap(children_by_parent())
@@ -234,7 +234,7 @@ class Supervisor:
     def _observe_descendants(self, child: Child, table: dict[int, list[int]], now: float) -> None:
         size_before = len(child.descendants)
         known = {process.pid for process in child.descendants}
-        # The number of one that has ended may be another process's by now.
+        # The pid of a child that has ended may be another process's by now.
         present = set() if child.exit_code is not None else set(descendants(child.process.pid, table))
         for process in filter(None, map(open_process, present - known)):
             child.descendants[process] = Descendant(seen_at=now)
@@ -284,8 +284,8 @@ def _refusal(child: SupervisedProgram) -> str:
     """Return the line of a program's log that says what it refuses, else the last line, which says why it stopped."""
     # After such a line the program's own server may write further lines to the log.
     lines = [line for line in child.last_lines(3 * SHOWN_LINES) if line.strip()]
-    told = [line for line in lines if ": error: " in line] if child.exit_code == 2 else []
-    return f"{child.name}: {(told or lines or [f'exited {child.exit_code} without a message'])[-1]}"
+    refusals = [line for line in lines if ": error: " in line] if child.exit_code == 2 else []
+    return f"{child.name}: {(refusals or lines or [f'exited {child.exit_code} without a message'])[-1]}"
 
 
 def _report(child: SupervisedProgram, note: str) -> str:
@@ -295,8 +295,8 @@ def _report(child: SupervisedProgram, note: str) -> str:
     with suppress(OSError):  # the log may be on another host
         if shutil.disk_usage(child.log_path.parent).free < LEAST_FREE_BYTES:
             why += f": the disk of {child.log_path.parent} is full"
-    told = f" ({note})" if note else ""
-    return f"{child.name} {describe_end(child)}{why}{told}; the end of {child.log_path}:{lines}"
+    remark = f" ({note})" if note else ""
+    return f"{child.name} {describe_end(child)}{why}{remark}; the end of {child.log_path}:{lines}"
 
 
 def describe_end(child: SupervisedProgram) -> str:

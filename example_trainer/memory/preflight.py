@@ -130,7 +130,7 @@ def serves_on(gpu_index: int, config: TrainingOptions, environment: Mapping[str,
 
 
 def is_given(gpu_index: int, named: str | None, environment: Mapping[str, str], flag: str = "--vllm-gpu") -> bool:
-    """Return True if a server that is given the GPUs `named` has the one with this number among those that we see.
+    """Return True if a server started on the GPUs `named` uses the visible GPU with this number.
 
     `named` has numbers among the visible ones or UUIDs, several with commas between them; a server without it takes
     the first it sees. Raises `ConfigError` for a number beyond the visible GPUs.

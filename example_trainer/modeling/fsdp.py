@@ -1,11 +1,11 @@
 """A policy whose weights, gradients and optimizer state are sharded over the ranks with FSDP2.
 
 Each transformer layer is one FSDP group. Masters are `DTensor`s, a slice of each weight on every rank: in fp32 on the
-device or in host memory, or in the served dtype (`--master-weights`). Rank 0
-reads the model and sends the others their slices, one weight at a time: no other rank ever holds more than one whole
-weight. A forward gathers one layer's weights at a time, in the served dtype; the backward sums gradients over the ranks
-in fp32 and does not average, since the loss weights are already those of the whole step. Work that needs whole weights
-(a checkpoint) runs on rank 0 inside `ShardedPolicy.gathered`; a broadcast gathers one weight at a time.
+device or in host memory, or in the served dtype (`--master-weights`). Rank 0 reads the model and sends the others their
+slices, one weight at a time: no other rank ever holds more than one whole weight. A forward gathers one layer's weights
+at a time, in the served dtype; the backward sums gradients over the ranks in fp32 and does not average, since the loss
+weights are already those of the whole step. Work that needs whole weights (a checkpoint) runs on rank 0 inside
+`ShardedPolicy.gathered`; a broadcast gathers one weight at a time.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class ShardedPolicy(Policy):
         return self._whole[name]
 
 
-def load_spread(
+def load_sharded(
     options: PolicyOptions, stored: Any, *, served_dtype: torch.dtype, device: torch.device
 ) -> ShardedPolicy:
     """Load the sharded policy that `options` describe; only rank 0 reads it, into host memory in its stored dtype."""

@@ -1,9 +1,9 @@
-"""LongRoPE in training: one of its two lists of rotary factors for all sequences, that which the server uses.
+"""The rotary factors of LongRoPE in training: of its two lists the one that the server uses, for all sequences.
 
 Transformers takes the long factors if the longest row of a forward is beyond the original context, else the short
 ones. So the logprobs of a short row would depend on the rows in its micro-batch. vLLM keeps keys in a cache and chooses
-once: the long factors if its context is beyond the original one, also for sequences that are shorter. It stands alone
-because it changes a configuration and needs no model.
+once: the long factors if its context is beyond the original one, also for sequences that are shorter. This file stands
+alone because it changes a configuration and needs no model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NAMES = ("factor", "mscale")
 
 
 def use_one_factor(hf_config: Any, context_length: int | None) -> None:
-    """Give both lengths of LongRoPE the factors of a server with this context; None: with all that the model has."""
+    """Set short and long factors to those of a server with this context length; None: the model's longest context."""
     text = hf_config.get_text_config()
     context = context_length or getattr(text, "max_position_embeddings", 0)
     for parameters in _long_rope(getattr(text, "rope_parameters", None)):

@@ -109,7 +109,7 @@ class RunReporter:
         self._thread: threading.Thread | None = None
 
     def begin(self, run_id: str, epoch: int) -> None:
-        """Send from now on, in the name of this run."""
+        """Start the thread that sends the reports of this run."""
         self._run_id, self._epoch = run_id, epoch
         self._thread = threading.Thread(target=self._run, name="broker-reports", daemon=True)
         self._thread.start()
@@ -211,7 +211,7 @@ class RunReporter:
         return True
 
     def _forget(self, steps: Sequence[StepMetrics], signs: Sequence[HealthSign]) -> None:
-        """Remove what was sent; more may have come meanwhile, and may have replaced the oldest."""
+        """Remove what was sent from the queues, which may have got new entries meanwhile in place of the oldest."""
         while self._steps and steps and self._steps[0].step <= steps[-1].step:
             self._steps.popleft()
         for sign in signs:

@@ -201,8 +201,8 @@ class OptimizerOptions(BaseModel):
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
-        description="Schedule of the rate after the warmup, over the optimizer steps that are taken: linear and cosine "
-        "would reach 0 a step after the run's last, or stay above where steps without a signal are skipped.",
+        description="Schedule of the rate after the warmup: linear and cosine would reach 0 one step after the run's "
+        "last. Steps that are skipped for want of a signal do not count, so with some the rate ends higher.",
         json_schema_extra=aliases("lr_scheduler_type"),
     )
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warmup of the rate; 0 turns it off.")

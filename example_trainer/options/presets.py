@@ -192,6 +192,7 @@ class PresetOptions(BaseModel):
 
 
 def _under(preset: Preset, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given settings over the preset's, without those of the preset that a given one replaces."""
     filled = dict(preset.settings)
     mode = MODES.get(given.get("weight_bridge_mode", ""))
     if mode is not None and mode.trains_adapter:

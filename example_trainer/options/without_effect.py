@@ -104,7 +104,7 @@ def _checks_memory(config: TrainingOptions) -> bool:
 
 
 def _counted_for_memory(config: TrainingOptions) -> frozenset[str]:
-    """Return the options by which the check of memory knows a server that is started elsewhere."""
+    """Return the options from which the memory check estimates a server that is started elsewhere."""
     if not _checks_memory(config) or not config.serves_here:
         return frozenset()
     share = "gpu_memory_utilization"

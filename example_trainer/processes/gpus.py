@@ -112,8 +112,8 @@ def gpu_has_room(gpus: str | None, share: float) -> bool:
 
 def holds_gpu_memory(pids: Iterable[int]) -> bool:
     """Return True if the driver still counts memory of one of these processes, on any GPU; False without a GPU."""
-    told = _ask(["--query-compute-apps=pid", "--format=csv,noheader,nounits"])
-    return not {int(line) for line in told if line.isdecimal()}.isdisjoint(pids)
+    lines = _ask(["--query-compute-apps=pid", "--format=csv,noheader,nounits"])
+    return not {int(line) for line in lines if line.isdecimal()}.isdisjoint(pids)
 
 
 def gpu_memory_bytes(gpu: int) -> float | None:

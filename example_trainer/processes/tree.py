@@ -45,7 +45,7 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def children_by_parent() -> dict[int, list[int]]:
-    """Return the children of each process of this host, read once; psutil would read the table for every question."""
+    """Return the children of each process of this host, read once; psutil would read the table at every call."""
     table: dict[int, list[int]] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and (parent := _parent_of(entry.name)) is not None:
@@ -89,7 +89,7 @@ def describe(process: psutil.Process) -> str:
 
 
 def find_tree(roots: Iterable[psutil.Process], mark: str) -> list[psutil.Process]:
-    """Return the running ones of `roots`, their descendants, and those with a mark of that beginning; not this one."""
+    """Return the running `roots`, their descendants, and the processes whose mark begins with `mark`; not this one."""
     found = {process.pid: process for process in (_marked(mark) if mark else ())}
     for root in roots:
         with contextlib.suppress(psutil.Error):
@@ -102,7 +102,7 @@ def end_processes(
     find: Callable[[], list[psutil.Process]], *, grace_seconds: float, is_urgent: Callable[[], bool] = lambda: False
 ) -> None:
     """Send SIGTERM to the heads of the processes that `find` returns, again to those that have not ended within the
-    grace, and then SIGKILL to all that remain. The grace ends early, without a second SIGTERM, once `is_urgent`.
+    grace, and then SIGKILL to all that remain. The grace ends early, without a second SIGTERM, once `is_urgent` returns True.
 
     Heads are the processes whose parent is not among those found: a server that gets SIGTERM ends its own workers,
     and one whose workers get it first waits for their answers for ever. Processes that a head leaves behind get a

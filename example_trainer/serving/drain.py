@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 _LONGEST_PLAN_STEPS = 4096
 _EACH = 32
 _POINTS = 65
-_ENOUGH_OUTPUTS = 256
 """The compared waits are those of up to 32 steps, and 65 evenly spaced ones up to the longest allowed."""
+_ENOUGH_OUTPUTS = 256
+"""Ended outputs whose lengths are enough to plan by, however many requests run."""
 
 
 class Running(TypedDict):

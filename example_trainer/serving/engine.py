@@ -97,7 +97,7 @@ def leaves_nothing(params: Any, vocabulary: int) -> bool:
 
 
 def check_id(request_id: str) -> None:
-    """Refuse an id with half a surrogate pair before vLLM records it: with n > 1 it fails on it while it refuses."""
+    """Refuse an id with half a surrogate pair before vLLM records it: with n > 1 vLLM's own refusal fails."""
     from vllm.exceptions import VLLMValidationError
 
     try:

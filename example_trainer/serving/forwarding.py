@@ -50,8 +50,8 @@ class AdapterForwarder:
         try:
             answer = await client.post(f"{first}/lora/upload", params=params, content=body, timeout=limit_seconds)
             answer.raise_for_status()
-            told = answer.json()
-            return {first: {"digest": told["digest"], "boot_id": told["boot_id"]}, **told.get("forwarded", {})}
+            reached = answer.json()
+            return {first: {name: reached[name] for name in ("digest", "boot_id")}, **reached.get("forwarded", {})}
         except (httpx.HTTPError, ValueError, KeyError) as error:
             logger.warning("adapter %s was not passed on to %s: %s", name, first, str(error) or type(error).__name__)
             return {}

@@ -171,8 +171,8 @@ async def hand_over(
 ) -> bool:
     """Pass every connection to the server at the channel's other end; return False if there is no such server.
 
-    Running requests get `drain_seconds` to end here, or until `is_drained`; a request not answered by then is
-    answered by the next server, and only answers that have begun keep this server running longer.
+    Running requests get `drain_seconds` to end here, or until `is_drained` returns True; a request not answered by then
+    is answered by the next server, and only answers that have begun keep this server running longer.
     """
     channel.setblocking(False)
     began = time.monotonic()

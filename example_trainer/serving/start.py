@@ -196,7 +196,7 @@ def _message_of(error: BaseException) -> str:
 
 
 def _answers_while_starting(sockets: ServerSockets, rest: Sequence[str]) -> bool:
-    """Return True if it replaces no server, whose clients would wait for it, and can answer without a certificate."""
+    """Return True if requests get 503 during the start: not if clients wait in a predecessor's queue, nor with TLS."""
     return sockets.predecessor is None and not _encrypts(rest)
 
 

@@ -224,7 +224,7 @@ class ServerState:
         )
 
     def check_awake(self) -> None:
-        """Refuse a change of weights that are not in memory."""
+        """Raise `Problem` if the server sleeps: its weights are not in memory, so they cannot be changed."""
         if self.sleeping:
             raise Problem(409, "asleep", "the server sleeps, its weights are not in memory; POST /bridge/wake_up first")
 
@@ -278,7 +278,7 @@ async def warm_up(engine: EngineAdapter) -> None:
 
 
 async def head_dtype_of(engine: EngineAdapter, model: str) -> str | None:
-    """Return the dtype in which the head has computed, after the warm-up; a line says if that is not what was asked."""
+    """Return the dtype in which the head has computed, after the warm-up; log a warning if another was asked for."""
     used: str | None = await engine.call_worker("atropos_head_dtype")
     asked = str(engine.async_llm.model_config.head_dtype).removeprefix("torch.")
     if used != asked:

@@ -46,7 +46,7 @@ class StepClock:
         self._started = self._fetched = self._trained = time.monotonic()
         self._waited = 0.0
         self.fetched_at = 0.0
-        """The time at which the batch was there, in seconds since 1970."""
+        """The time at which the batch had arrived, in seconds since 1970."""
 
     def fetched(self) -> None:
         self._fetched, self.fetched_at = time.monotonic(), time.time()
@@ -77,7 +77,7 @@ class StepClock:
 
 
 def measure(batch: TrainingBatch, result: StepResult, progress: Progress) -> dict[str, float]:
-    """Return the step's training metrics and its batch's rewards and staleness, counted from the step before."""
+    """Return the step's training metrics, and the rewards and the staleness (before this step) of its batch."""
     metrics = reward_metrics(batch.rewards, batch.response_lengths) | result.metrics
     return metrics | staleness_metrics(ages_of(batch, progress))
 
@@ -110,7 +110,7 @@ def publish_metrics(report: PublishReport | None) -> dict[str, float]:
     }
 
 
-def say(step: int, steps: int, metrics: dict[str, float]) -> None:
+def log_step(step: int, steps: int, metrics: dict[str, float]) -> None:
     """Log one line for a step."""
     logger.info(
         "step %d/%d reward %.3f length %.1f loss %.4f staleness %.1f %.2f s",

@@ -81,8 +81,8 @@ class PostStep:
         work = partial(self._work, step, publish, state, self._random, self._learner.objective.state(), current_span())
         if self._config.overlap_publish:
             self._stream = self._stream or SideStream(self._learner.policy.device)
-            beside = partial(_within, self._stream.after_present_work(), work)
-            self._running = BackgroundCall(beside, name=f"publish-{step}")
+            in_stream = partial(_within, self._stream.after_present_work(), work)
+            self._running = BackgroundCall(in_stream, name=f"publish-{step}")
         else:
             work()
 

@@ -50,7 +50,7 @@ def never() -> bool:
 
 
 def wait_for(poll: Callable[[], T], *, what: str, timeout_seconds: float, should_stop: ShouldStop = never) -> T:
-    """Call `poll` until it returns instead of raising `NotYet`; raise `WaitStopped` once `should_stop`."""
+    """Call `poll` until it returns instead of raising `NotYet`; raise `WaitStopped` once `should_stop` returns True."""
     wait = Wait(timeout_seconds)
     last_reason = ""
     while True:

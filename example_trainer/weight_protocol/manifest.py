@@ -169,10 +169,10 @@ def _query_server(server_url: str | None) -> tuple[str | None, str | None]:
     without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as in all other calls to a server
     try:
         with without_proxy.open(address, timeout=5) as answer:
-            told = json.load(answer)
+            info = json.load(answer)
     except (OSError, ValueError, HTTPException):  # no answer, or that of a program which is no server of ours
         return None, address
-    named = told.get("manifest_path") if isinstance(told, dict) else None
+    named = info.get("manifest_path") if isinstance(info, dict) else None
     return (str(named) if named else None), address
 
 

@@ -55,7 +55,7 @@ class BroadcastBridge(WeightBridge):
     ) -> None:
         """Keep the arguments; `make_source` decides how weights that are sharded over ranks are gathered.
 
-        No wait for a server goes on once `should_stop`.
+        Waits for a server end once `should_stop` returns True.
         """
         self._config = config
         self._should_stop = should_stop

@@ -75,7 +75,7 @@ class BroadcastExchange:
     ) -> None:
         """Keep the arguments; with `gives_up`, nothing waits any more for a server that does not answer.
 
-        Once `should_stop`, no fence waits for running requests to end.
+        Once `should_stop` returns True, no fence waits for running requests to end.
         """
         self.patience_seconds = TIMEOUT_SECONDS
         """Limit for all to join, for one bucket, and for a server to be told that it resumes."""

@@ -84,7 +84,7 @@ class WeightDelivery(Protocol):
         """Raise a `TrainerError` for a server that cannot take these weights."""
 
     def deliver(self, members: Sequence[Member], version: int, *, limit_seconds: float) -> Delivered:
-        """Have the weights as they are now served as `version`; no exchange waits longer than the limit."""
+        """Bring the current weights to the members, as `version`; no exchange waits longer than the limit."""
 
     def check(self, member: Member, version: int) -> None:
         """Raise `ProofFailed` if the server says that it has other weights than were sent."""
@@ -202,7 +202,7 @@ class BroadcastDelivery(WeightDelivery):
     ) -> None:
         """Keep the arguments; `make_source` decides how weights that are sharded over ranks are gathered.
 
-        Once `should_stop`, no fence waits for running requests to end.
+        Once `should_stop` returns True, no fence waits for running requests to end.
         """
         self._config = config
         self._calls = calls

@@ -45,7 +45,7 @@ def make_bridge(
     registry: Registry | None = None,
     should_stop: ShouldStop = never,
 ) -> WeightBridge:
-    """Return the bridge for the configured mode; none of its waits for a server goes on once `should_stop`.
+    """Return the bridge for the configured mode; its waits for a server end once `should_stop` returns True.
 
     `make_source` is for a broadcast of sharded weights, `registry` is the broker's, for `--registered-servers`.
     """

@@ -60,8 +60,8 @@ class LoraOnlyBridge(WeightBridge):
         """Keep the arguments; by default the server is the configured one.
 
         `adapters_dir` is the directory to which adapters are written for a server that only takes files. `vllm`
-        are the options of the trainer's own server in place of the configuration's. No wait for the server goes on
-        once `should_stop`.
+        are the options of the trainer's own server in place of the configuration's. Waits for the server end once
+        `should_stop` returns True.
         """
         self._config = config
         self._should_stop = should_stop

@@ -75,7 +75,7 @@ class OpenPublish:
         in_flight: InFlight,
         should_stop: ShouldStop = never,
     ) -> None:
-        """Begin the publish; raise `WaitStopped` if running requests have not ended once `should_stop`."""
+        """Begin the publish; raise `WaitStopped` if `should_stop` returns True while requests still run."""
         self.began = time.monotonic()
         self.publish_id = uuid.uuid4().hex
         self._client = client

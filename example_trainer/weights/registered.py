@@ -44,7 +44,7 @@ class RegisteredBridge(WeightBridge):
         *,
         should_stop: ShouldStop = never,
     ) -> None:
-        """Keep the arguments; no wait for a server goes on once `should_stop`."""
+        """Keep the arguments; waits for a server end once `should_stop` returns True."""
         self._config = config
         self._delivery = delivery
         self._calls = calls
@@ -71,7 +71,7 @@ class RegisteredBridge(WeightBridge):
         return policy
 
     def publish(self, version: int) -> PublishReport:
-        """Have the masters as they are now served as `version` by every member that can; see the module's docstring.
+        """Bring the current masters to every member that can serve them, as `version`; see the module's docstring.
 
         A repeated publish of the same version reaches the servers that do not have it yet.
         """
@@ -132,8 +132,8 @@ class RegisteredBridge(WeightBridge):
     def _prove(self, served: Sequence[Member], version: int) -> list[Member]:
         """Prove the version at members where none is proven yet, and at all if a check is due; return the sound ones.
 
-        If one computes something else while others are sound, it is refused; if none is sound, or one was before, the
-        fault is the trainer's and is raised.
+        If one computes something else while others are sound, it is refused; if none is sound, or one that fails was
+        proven before, the fault is the trainer's and is raised.
         """
         due = self._check.is_due()
         waiting = [member for member in served if due or not member.proven]

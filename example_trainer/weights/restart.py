@@ -59,7 +59,7 @@ class RestartBridge(WeightBridge):
     ) -> None:
         """Keep the arguments; `vllm` are the server's options in place of the configuration's.
 
-        No wait for a server goes on once `should_stop`.
+        Waits for a server end once `should_stop` returns True.
         """
         self._config = config
         self._should_stop = should_stop
@@ -134,7 +134,7 @@ class RestartBridge(WeightBridge):
         return write_served_checkpoint(policy, directory)
 
     def _serve_again_if_killed(self, manager: VllmManager, directory: Path, version: int) -> tuple[ServerInfo, float]:
-        """Do as `_serve`, again if the new server exits before it serves for a reason that may have gone."""
+        """Call `_serve`, and again if the new server exits before it serves and another start may succeed."""
         for number in range(ATTEMPTS):
             try:
                 return self._serve(manager, directory, version)
@@ -146,7 +146,7 @@ class RestartBridge(WeightBridge):
         raise AssertionError("the last attempt returns or raises")
 
     def _may_start(self, exit_code: int | None) -> bool:
-        """Return True if a server may start that has exited: it was killed, or its settings have worked before."""
+        """Return True if another start of an exited server may succeed: it was killed, or its settings have worked."""
         return exit_code is not None and (exit_code < 0 or (bool(self._version) and exit_code != REFUSED))
 
     def _serve(self, manager: VllmManager, directory: Path, version: int) -> tuple[ServerInfo, float]:

@@ -64,7 +64,7 @@ class SharedVllmBridge(WeightBridge):
     def __init__(
         self, config: TrainingOptions, *, lease_seconds: float = LEASE_SECONDS, should_stop: ShouldStop = never
     ) -> None:
-        """Keep the arguments; no wait for the server goes on once `should_stop`."""
+        """Keep the arguments; waits for the server end once `should_stop` returns True."""
         self._config = config
         self._lease_seconds = lease_seconds
         self._should_stop = should_stop

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import psutil
 import pytest
 
 from example_trainer.processes.cleanup import SHARED_MEMORY, mapped_files
+from example_trainer.processes.ports import free_port
 from example_trainer.weight_protocol.manifest import BridgeManifest, load_manifest
 from example_trainer.weight_protocol.shm_header import SegmentHeader
 
@@ -276,12 +276,6 @@ def attach(manifest: BridgeManifest) -> dict[str, Any]:
             for piece in entry.pieces
         ]
     return views
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def plain_environment() -> dict[str, str]:

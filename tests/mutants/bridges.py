@@ -242,7 +242,7 @@ BRIDGES: tuple[Mutant, ...] = (
     Mutant(
         "the next server's token goes with the old server",
         _TOKEN,
-        '.strip() == token:',
+        ".strip() == token:",
         ".startswith(token):",
         f"{_PRIVATE}a_server_removes_its_own_token_only",
     ),

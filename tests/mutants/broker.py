@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-_INTAKE = "atropos_api/broker/submissions.py"
 _BATCHES = "atropos_api/broker/batches.py"
 _RUNS = "atropos_api/broker/runs.py"
 _SUCCESSION = "atropos_api/broker/run_succession.py"
-_LIVENESS = "atropos_api/broker/runs.py"
 _HOLDS = "atropos_api/broker/policy_holds.py"
-_REPEATS = "atropos_api/broker/submissions.py"
+_SUBMISSIONS = "atropos_api/broker/submissions.py"
 _PACING = "atropos_api/broker/pacing.py"
 _QUEUE = "atropos_api/broker/queue.py"
-_DOOR = "atropos_api/http/auth.py"
+_AUTH = "atropos_api/http/auth.py"
 
 _LIMITS = "unit/broker/test_limits.py::test_"
 _ITEMS = "unit/broker/test_items.py::test_"
@@ -21,83 +19,83 @@ _MINIMA = "unit/broker/test_minima.py::test_"
 _AGAIN = "unit/broker/test_v0_repeats.py::test_"
 _V1 = "integration/broker/test_v1.py::test_"
 _HELD = "integration/broker/test_policy_holds.py::test_"
-_ENTERED = "integration/broker/test_auth.py::test_"
+_AUTH_TESTS = "integration/broker/test_auth.py::test_"
 
 BROKER: tuple[Mutant, ...] = (
     # Groups that are accepted
     Mutant(
         "a queue of any number of bytes",
-        _INTAKE,
+        _SUBMISSIONS,
         " or body_bytes > state.settings.max_queued_bytes:",
         ":",
         f"{_LIMITS}a_queue_is_bounded_in_sequences_and_in_bytes",
     ),
     Mutant(
         "a queue of any number of sequences",
-        _INTAKE,
+        _SUBMISSIONS,
         "if sequences > state.settings.max_queued_sequences or body_bytes",
         "if body_bytes",
         f"{_LIMITS}a_queue_is_bounded_in_sequences_and_in_bytes",
     ),
     Mutant(
         "a key's number is given again",
-        _INTAKE,
+        _SUBMISSIONS,
         "self._last_id = max(self._last_id, group.key_id)",
         "pass",
         f"{_LIMITS}a_new_key_is_not_that_of_a_kept_batch_whose_own_was_forgotten",
     ),
     Mutant(
         "keys are never forgotten",
-        _INTAKE,
+        _SUBMISSIONS,
         "if row.done_at is not None and row.done_at <= limit and not self._is_open(row.owner, row.key):",
         "if False:",
         f"{_LIMITS}a_key_is_remembered_for_its_time_after_its_groups_are_done",
     ),
     Mutant(
         "keys of groups under way are forgotten",
-        _INTAKE,
+        _SUBMISSIONS,
         "if row.done_at is not None and row.done_at <= limit and not self._is_open(row.owner, row.key):",
         "if True:",
         f"{_LIMITS}a_key_is_remembered_for_its_time_after_its_groups_are_done",
     ),
     Mutant(
         "keys of items that may be rolled out again are forgotten",
-        _INTAKE,
+        _SUBMISSIONS,
         " and not self._is_open(row.owner, row.key)",
         "",
         f"{_ITEMS}the_key_of_an_item_that_may_be_used_again_is_remembered_over_a_night",
     ),
     Mutant(
         "a settled item's late group is taken",
-        _INTAKE,
+        _SUBMISSIONS,
         " or self._is_open(owner, key) is False",
         "",
         f"{_ITEMS}a_group_of_a_settled_item_is_a_repeat_however_late_it_comes",
     ),
     Mutant(
         "versions need not be said",
-        _INTAKE,
+        _SUBMISSIONS,
         "if self._state.settings.require_versions and group.oldest_version is None:",
         "if False:",
         f"{_LIMITS}require_versions_refuses_the_group_without_and_takes_its_neighbours",
     ),
     Mutant(
         "columns are not compared",
-        _REPEATS,
+        _SUBMISSIONS,
         "    for part in parts:\n",
         "    for part in [*parts][:1]:\n",
         f"{_AGAIN}a_v1_submission_without_a_key_is_known_again_if_its_answer_was_lost[columns]",
     ),
     Mutant(
         "a repeat is one for ever",
-        _REPEATS,
+        _SUBMISSIONS,
         "self._forget_before(self._clock())",
         "pass",
         f"{_AGAIN}after_the_window_equal_bytes_are_another_group",
     ),
     Mutant(
         "a repeat is recognised without end",
-        _REPEATS,
+        _SUBMISSIONS,
         "                self._take_one(fingerprint)\n                self._recognised",
         "                self._recognised",
         f"{_AGAIN}equal_groups_of_one_submission_are_each_known_again",
@@ -239,7 +237,7 @@ BROKER: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a trainer that trains for long has gone",
-        _LIVENESS,
+        _RUNS,
         "return max(AT_WORK_SECONDS, LONGEST_INTERVALS * run.longest_silence_seconds)",
         "return AT_WORK_SECONDS",
         "integration/broker/every_store/test_run_ownership.py::test_a_trainer_that_trains_for_long_is_at_work_for_three_times_as_long",
@@ -318,37 +316,37 @@ BROKER: tuple[Mutant, ...] = (
     # Access
     Mutant(
         "the beginning of a token will do",
-        _DOOR,
+        _AUTH,
         "hmac.compare_digest(token, accepted)",
         "accepted.startswith(token)",
-        f"{_ENTERED}a_wrong_token_is_refused",
+        f"{_AUTH_TESTS}a_wrong_token_is_refused",
     ),
     Mutant(
         "the status is open",
-        _DOOR,
+        _AUTH,
         '{"/livez", "/readyz", "/health"}',
         '{"/livez", "/readyz", "/health", "/v1/status"}',
-        f"{_ENTERED}without_the_token_only_health_is_answered",
+        f"{_AUTH_TESTS}without_the_token_only_health_is_answered",
     ),
     Mutant(
         "any host name is ours",
-        _DOOR,
+        _AUTH,
         "if self._token.value is None and not self._is_own_host(host):",
         "if False:",
-        f"{_ENTERED}a_rebound_name_is_refused_where_no_token_protects",
+        f"{_AUTH_TESTS}a_rebound_name_is_refused_where_no_token_protects",
     ),
     Mutant(
         "a foreign page resets the run",
-        _DOOR,
+        _AUTH,
         'r"/(reset_data|batch|',
         'r"/(batch|',
-        f"{_ENTERED}nothing_changes_on_behalf_of_a_foreign_page",
+        f"{_AUTH_TESTS}nothing_changes_on_behalf_of_a_foreign_page",
     ),
     Mutant(
         "the token in the path goes on",
-        _DOOR,
+        _AUTH,
         'token, path = shown.encode(), f"/{rest}"',
         "token, path = shown.encode(), path",
-        f"{_ENTERED}the_token_is_taken_from_the_header_and_from_the_path",
+        f"{_AUTH_TESTS}the_token_is_taken_from_the_header_and_from_the_path",
     ),
 )

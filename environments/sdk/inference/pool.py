@@ -123,7 +123,7 @@ class ServerPool:
             await self.registered.wait(self.wait_timeout_seconds)
 
     def _failover(self, server: HttpServer) -> Failover:
-        """Return a test for another server worth trying: if one is up again, nobody else may notice it."""
+        """Return a test for another server worth trying, also one that was down: only a request shows if it is up."""
         return lambda: any(other is not server and other.channel.worth_trying for other in self.servers)
 
     async def split(self, config: APIServerConfig, n: int, ask: Callable[[int], Awaitable[list[T]]]) -> list[T]:

@@ -1,7 +1,7 @@
 """The servers of one policy as they are registered at the broker: they come and go while requests run.
 
-A server whose lease has ended is out at once, and the requests that it had not answered go to another: it may be
-stopped, and it is unknown when it answers again. A draining server gets no new request and ends those that it has.
+A server whose lease has ended gets no request from then on, and those that it had not answered go to another one: it
+may be stopped, or cut off for long. A draining server gets no new request and ends those that it has.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RegisteredServers:
             await self._close_left()
 
     def adopt(self, found: ServerSet) -> None:
-        """Take over a set of servers. One that is missing in an incomplete set has only not registered again yet."""
+        """Take over a set of servers. One that an incomplete set lacks is kept: it may still have to register again."""
         listed = {row.lease_id: row for row in found.servers}
         for lease_id, row in listed.items():
             if row.state == "serving" and lease_id not in self._by_lease:

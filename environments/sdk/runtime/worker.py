@@ -288,8 +288,8 @@ class EnvironmentWorker:
                 raise reason from error
             logger.exception("the evaluation at step %d failed", step)
             if required:
-                told = str(reason) if isinstance(reason, AtroposError) else repr(reason)
-                raise EvaluationFailed(f"the evaluation at step {step} failed: {told}") from error
+                cause = str(reason) if isinstance(reason, AtroposError) else repr(reason)
+                raise EvaluationFailed(f"the evaluation at step {step} failed: {cause}") from error
         finally:
             self._evaluation = None
             self._changed.notify()

@@ -151,20 +151,20 @@ def check_disk(requested: RequestedRun) -> Iterator[Finding]:
         each, count, served = checkpoint_bytes(shape, config), kept_checkpoints(config), written_to_serve(shape, config)
     except BadLayerFilter:
         return  # `model_checks.check_layers` reports it
-    free, beside = shutil.disk_usage(places[saved]).free, 0.0
+    free, served_here = shutil.disk_usage(places[saved]).free, 0.0
     if places[saved].stat().st_dev == places[run].stat().st_dev:
-        beside = served
+        served_here = served
     elif served > (left := shutil.disk_usage(places[run]).free):
         text = (
             f"the weights written for the server need {served / GB:.1f} GB; {places[run]} has {left / GB:.1f} GB free"
         )
         yield error("disk", text, "name a larger disk in trainer.run_dir")
-    if each * count + beside > free:
+    if each * count + served_here > free:
         text = f"{count} checkpoints of {each / GB:.1f} GB need {each * count / GB:.1f} GB"
-        text += f", and the weights written for the server {beside / GB:.1f} GB" if beside else ""
-        fitting = int((free - beside) // each) - 1
+        text += f", and the weights written for the server {served_here / GB:.1f} GB" if served_here else ""
+        fitting = int((free - served_here) // each) - 1
         keep = f"set trainer.keep_last to {fitting} or less, or " if fitting > 0 else ""
-        where = "trainer.run_dir" if beside > free else "trainer.save_path"
+        where = "trainer.run_dir" if served_here > free else "trainer.save_path"
         yield error(
             "disk", f"{text}; {places[saved]} has {free / GB:.1f} GB free", f"{keep}name a larger disk in {where}"
         )

@@ -13,14 +13,9 @@ from pathlib import Path
 import httpx
 
 import atropos_api
+from example_trainer.processes.ports import free_port
 
 COMMAND = [sys.executable, "-m", "atropos_api"]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

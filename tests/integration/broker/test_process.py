@@ -16,14 +16,9 @@ import pytest
 from atropos_api.client import BrokerClient
 from atropos_api.testing import make_group
 from atropos_api.wire import EnvironmentRequest, RunRequest
+from example_trainer.processes.ports import free_port
 
 COMMAND = [sys.executable, "-m", "atropos_api"]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start(port, store, *options):

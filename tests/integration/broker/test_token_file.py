@@ -1,7 +1,6 @@
 """A token in a file is replaced while the broker serves: it is read again on SIGHUP, and our clients follow."""
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ import pytest
 
 from atropos_api.client import BrokerClient
 from atropos_api.common.secrets import TokenSource
+from example_trainer.processes.ports import free_port
 
 COMMAND = [sys.executable, "-m", "atropos_api", "--store", "memory"]
 FIRST, SECOND = "the-first-token", "the-second-token"
@@ -21,12 +21,6 @@ def file(tmp_path):
     path = tmp_path / "token"
     path.write_text(f"{FIRST}\n")
     return path
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

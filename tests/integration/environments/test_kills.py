@@ -10,7 +10,6 @@ import logging
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from tokenizers import Tokenizer
 from atropos_api.client import BrokerClient
 from atropos_api.wire.messages import RunRequest
 from environments.sdk.rehearsal import write_byte_tokenizer
+from example_trainer.processes.ports import free_port
 
 logger = logging.getLogger(__name__)
 
@@ -152,12 +152,6 @@ class Program:
         self.process.send_signal(number)
         self.process.wait(timeout=60)
         return self.process.returncode
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from atropos_api.wire.messages import PolicyUpdate, RunRequest
 from environments.arithmetic_server import ArithmeticEnv, ArithmeticEnvConfig
 from environments.sdk import BaseEnv
 from environments.sdk.config import APIServerConfig
+from environments.sdk.errors import innermost
 from environments.sdk.groups import scored_item
 from environments.sdk.runtime.worker import EnvironmentWorker
 from environments.sdk.server_manager import ServerManager
@@ -364,12 +365,6 @@ async def test_metrics_are_logged_with_the_trainers_steps(tokenizer_folder):
     assert 1 <= step <= 4
     assert metrics["arithmetic_train/completion_lengths"] > 0
     assert metrics["arithmetic_train/items_sent_to_api"] >= 2
-
-
-def innermost(error):
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 async def test_the_group_size_follows_its_schedule_and_batches_stay_full(tokenizer_folder):

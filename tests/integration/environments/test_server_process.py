@@ -1,7 +1,6 @@
 """The arithmetic server as a process of its own: it drains on SIGTERM, waits out restarts and leaves nothing behind."""
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from atropos_api.client import BrokerClient
 from atropos_api.testing import make_memory_app, served_broker
 from atropos_api.wire.messages import PolicyUpdate, RunRequest
 from environments.sdk.testing import FakeInference, sampled_tokens, served
+from example_trainer.processes.ports import free_port
 
 
 @contextmanager
@@ -200,9 +200,3 @@ def wait_until(condition, seconds=15.0):
         if time.monotonic() > deadline:
             pytest.fail("did not come true in time")
         time.sleep(0.01)
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

@@ -23,6 +23,7 @@ import pytest
 
 from example_trainer import vllm_manager
 from example_trainer.errors import ServerExited, ServerUnavailable
+from example_trainer.processes.ports import free_port
 from example_trainer.vllm_manager import VllmManager, VllmOptions
 from example_trainer.weight_protocol.client import ServerClient
 
@@ -30,11 +31,6 @@ from .plain_clients import PlainClients
 
 IMPORT_SECONDS = 3.0
 PROGRAM = (sys.executable, "-m", "example_trainer.serving.testing")
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 @pytest.fixture

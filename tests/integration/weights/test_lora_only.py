@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from example_trainer.errors import CannotSwap, ProofFailed
+from example_trainer.processes.ports import free_port
 from example_trainer.vllm_manager import VllmOptions
 from example_trainer.weight_protocol.client import ServerClient
 from example_trainer.weights.logprob_parity import _checked, _request, compare, probe_prompts
@@ -24,13 +25,6 @@ from .lost_exchange import losing
 pytestmark = pytest.mark.vllm
 
 ADAPTER = {"lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"]}
-
-
-def free_port():
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 def trainer(url, model, **changes):

@@ -8,22 +8,12 @@ import pytest
 
 from environments.compat import envs, rewards, servers, utils
 from environments.compat.envs import BaseEnv
-from environments.compat.runner import ALIASES, AliasFinder, give_lists, install
+from environments.compat.runner import ALIASES, AliasFinder, give_lists
 from environments.compat.servers import BaseEnvConfig
 from environments.compat.utils import generate_html
 from environments.rewards import math as math_rewards
 from environments.sdk.testing import FakeInference, InProcess
 from environments.sdk.testing_servers import make_chat_tokenizer
-
-
-@pytest.fixture
-def hooked():
-    places = list(sys.meta_path)
-    install()
-    yield
-    sys.meta_path[:] = places
-    for name in [name for name in sys.modules if name.partition(".")[0] == "atroposlib"]:
-        del sys.modules[name]
 
 
 def test_every_alias_can_be_imported_and_nothing_is_left_of_it_without_the_hook(hooked):

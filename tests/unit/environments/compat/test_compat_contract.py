@@ -14,7 +14,7 @@ import pytest
 
 from environments.compat import servers, utils
 from environments.compat.envs import BaseEnv
-from environments.compat.runner import install, main
+from environments.compat.runner import main
 from environments.compat.servers import (
     APIServer,
     APIServerConfig,
@@ -219,16 +219,6 @@ def test_one_group_can_be_made_html_of(caplog):
         short = create_html_for_group({"messages": ["one", "two"], "scores": [0.5]}, 0)
     assert ("one" in short, "two" in short) == (True, False)
     assert "2 messages and 1 scores" in caplog.text
-
-
-@pytest.fixture
-def hooked():
-    places = list(sys.meta_path)
-    install()
-    yield
-    sys.meta_path[:] = places
-    for name in [name for name in sys.modules if name.partition(".")[0] == "atroposlib"]:
-        del sys.modules[name]
 
 
 def test_the_logger_comes_along_with_the_environment(hooked):
