@@ -102,7 +102,8 @@ def end_processes(
     find: Callable[[], list[psutil.Process]], *, grace_seconds: float, is_urgent: Callable[[], bool] = lambda: False
 ) -> None:
     """Send SIGTERM to the heads of the processes that `find` returns, again to those that have not ended within the
-    grace, and then SIGKILL to all that remain. The grace ends early, without a second SIGTERM, once `is_urgent` returns True.
+    grace, and then SIGKILL to all that remain. The grace ends early, without a second SIGTERM, once `is_urgent` returns
+    True.
 
     Heads are the processes whose parent is not among those found: a server that gets SIGTERM ends its own workers,
     and one whose workers get it first waits for their answers for ever. Processes that a head leaves behind get a
