@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -232,10 +232,10 @@ class Environments:
         return max(self._rows, default=-1) + 1
 
 
-def _before(run_id: str, former: Iterable[OfRunT], last: OfRunT | None) -> tuple[OfRunT, ...]:
+def _before(run_id: str, former: Sequence[OfRunT], last: OfRunT | None) -> tuple[OfRunT, ...]:
     """Return the newest of these rows that are of other runs, the newest last."""
-    others = (one for one in (*former, last) if one is not None and one.run_id not in {run_id, NO_RUN})
-    return tuple(others)[-MOST_FORMER_RUNS:]
+    known = list(former) if last is None else [*former, last]
+    return tuple(one for one in known if one.run_id not in {run_id, NO_RUN})[-MOST_FORMER_RUNS:]
 
 
 @dataclass(frozen=True, slots=True)

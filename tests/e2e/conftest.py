@@ -41,16 +41,20 @@ class Launched:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def child(self, *words: str) -> psutil.Process:
-        """Return the direct child whose command line contains all `words`."""
+        """Return the direct child with all `words` in its command line, paths without their directories.
+
+        A child begins as `.../example_trainer/processes/die_with_parent.py`, which is no trainer.
+        """
         for process in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.Error):  # it may have ended since
-                if all(any(word in part for part in process.cmdline()) for word in words):
+                parts = [Path(part).name for part in process.cmdline()]
+                if all(any(word in part for part in parts) for word in words):
                     return process
         raise LookupError(words)
 
     def wait_for_steps(self, count: int, limit_seconds: float = 60) -> None:
         def reached() -> bool:
-            assert self.process.poll() is None, self.process.communicate()
+            assert self.process.poll() is None, "".join(self.process.communicate())
             return self.metrics.exists() and self.metrics.read_text().count("\n") >= count
 
         assert wait_until(reached, limit_seconds), self.logs()
