@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
 from atropos_api.errors import UnknownEnvironment
-from atropos_api.store.base import EnvironmentRow, GroupRow, ItemsRow, Ledger, OutcomesRow
+from atropos_api.store.base import NO_RUN, EnvironmentRow, GroupRow, ItemsRow, Ledger, OutcomesRow
 from atropos_api.wire.messages import EnvironmentRequest
 
 LEGACY_QUIET_SECONDS = 10.0
@@ -23,7 +24,9 @@ LEGACY_QUIET_SECONDS = 10.0
 
 
 MOST_FORMER_RUNS = 8
-"""Earlier runs of which an environment's items are kept."""
+"""Earlier runs of which an environment's items and outcomes are kept."""
+
+OfRunT = TypeVar("OfRunT", ItemsRow, OutcomesRow)
 
 
 class Environments:
@@ -125,10 +128,7 @@ class Environments:
 
     def keep_items(self, row: EnvironmentRow, items: ItemsRow) -> None:
         """Record an environment's items; if they are of another run than those before, these are kept as well."""
-        former = row.former_items
-        if row.items is not None and row.items.run_id != items.run_id:
-            others = (one for one in (*former, row.items) if one.run_id != items.run_id)
-            former = tuple(others)[-MOST_FORMER_RUNS:]
+        former = _before(items.run_id, row.former_items, row.items)
         self._ledger.put_environment(msgspec.structs.replace(row, items=items, former_items=former))
         row.items, row.former_items = items, former
 
@@ -137,8 +137,7 @@ class Environments:
         one; False if it is settled, and None if the environment has not leased it.
         """
         row = self._by_name.get(name)
-        known = (row.items, *row.former_items) if row is not None else ()
-        items = next((one for one in known if one is not None and one.run_id == run_id), None)
+        items = row.items_in(run_id) if row is not None else None
         if items is None or number >= items.next_item:
             return None
         return number in items.leased or number in items.returned
@@ -151,10 +150,12 @@ class Environments:
         for (environment_id, run_id), number in Counter((group.env_id, group.run_id) for group in groups).items():
             row = self.find(environment_id)
             if row is not None:
-                known = row.outcomes.groups if row.outcomes.run_id == run_id else {}
+                known = row.outcomes_in(run_id)
                 outcomes = OutcomesRow(run_id=run_id, groups={**known, outcome: known.get(outcome, 0) + sign * number})
-                self._ledger.put_environment(msgspec.structs.replace(row, outcomes=outcomes))
-                row.outcomes = outcomes
+                former = _before(run_id, row.former_outcomes, row.outcomes)
+                changed = msgspec.structs.replace(row, outcomes=outcomes, former_outcomes=former)
+                self._ledger.put_environment(changed)
+                row.outcomes, row.former_outcomes = outcomes, former
 
     def presume_alive(self, now: float) -> None:
         """Count every environment's silence from now, since no call could arrive while no broker ran."""
@@ -219,6 +220,7 @@ class Environments:
             items=known.items if known else None,
             former_items=known.former_items if known else (),
             outcomes=known.outcomes if known else OutcomesRow(),
+            former_outcomes=known.former_outcomes if known else (),
             legacy=legacy,
         )
         self._ledger.put_environment(row)
@@ -228,6 +230,14 @@ class Environments:
 
     def _next_id(self) -> int:
         return max(self._rows, default=-1) + 1
+
+
+def _before(run_id: str, former: Sequence[OfRunT], last: OfRunT | None) -> tuple[OfRunT, ...]:
+    """Return the newest of these rows that are of other runs, the newest last."""
+    known = list(former)
+    if last is not None:
+        known.append(last)
+    return tuple(one for one in known if one.run_id not in {run_id, NO_RUN})[-MOST_FORMER_RUNS:]
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,8 +50,7 @@ class Items:
         """Return the environment's items in this run, with all leases ended that another process held, or this one
         before another run came in between.
         """
-        known = (row.items, *row.former_items)
-        items = next((one for one in known if one is not None and one.run_id == run_id), None)
+        items = row.items_in(run_id)
         if items is None:
             return ItemsRow(run_id=run_id, process=process)
         if items is row.items and items.process == process:

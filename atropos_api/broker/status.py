@@ -174,6 +174,9 @@ def _describe_queue(broker: Broker) -> QueueStatus:
 
 def _describe_environment(broker: Broker, row: EnvironmentRow) -> EnvironmentStatus:
     state = broker.state
+    run = state.runs.open or state.runs.last_finished
+    run_id = row.run_id if run is None else run.run_id
+    items = row.items_in(run_id)
     quiet = state.clock() - row.seen_at
     return EnvironmentStatus(
         environment_id=row.environment_id,
@@ -185,8 +188,8 @@ def _describe_environment(broker: Broker, row: EnvironmentRow) -> EnvironmentSta
         queued_sequences=state.queue.sequences_by_env.get(row.environment_id, 0),
         dropped_groups=state.drops.of(row.environment_id),
         latest_drop=state.drops.latest_of(row.environment_id),
-        items=_describe_items(row.items) if row.items is not None else None,
-        outcomes=row.outcomes.groups,
+        items=_describe_items(items) if items is not None else None,
+        outcomes=row.outcomes_in(run_id),
         activity=activity_of(broker, row.environment_id),
     )
 

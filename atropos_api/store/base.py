@@ -135,6 +135,18 @@ class EnvironmentRow(msgspec.Struct, kw_only=True):
     former_items: tuple[ItemsRow, ...] = ()
     """Its items in earlier runs, the newest last: a run that is resumed goes on with them."""
     outcomes: OutcomesRow = OutcomesRow()
+    former_outcomes: tuple[OutcomesRow, ...] = ()
+    """The outcomes in earlier runs, as with items."""
+
+    def items_in(self, run_id: str | None) -> ItemsRow | None:
+        """Return its items in a run, if it leases them."""
+        known = (one for one in (self.items, *self.former_items) if one is not None)
+        return next((one for one in known if one.run_id == run_id), None)
+
+    def outcomes_in(self, run_id: str | None) -> dict[str, int]:
+        """Return the number of its groups in a run by outcome."""
+        known = (self.outcomes, *self.former_outcomes)
+        return next((one.groups for one in known if one.run_id == run_id), {})
 
 
 class GroupRow(msgspec.Struct, kw_only=True, gc=False):

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from atropos_api.broker.status import describe_status
 from atropos_api.errors import ItemCallIsOver, UnknownEnvironment, UnknownRun
 from atropos_api.wire import ItemRequest
 from atropos_api.wire.messages import ITEM_KEY, item_key
@@ -22,8 +23,13 @@ def items_of(broker, env):
     return broker.inner.state.environments.get(env).items
 
 
+def shown(broker, env):
+    """Return the environment in the broker's status."""
+    return next(row for row in describe_status(broker.inner).environments if row.environment_id == env)
+
+
 def outcomes_of(broker, env):
-    return broker.inner.state.environments.get(env).outcomes.groups
+    return shown(broker, env).outcomes
 
 
 def test_numbers_count_from_zero_and_each_is_leased_once(broker, env):
@@ -223,6 +229,34 @@ def test_counts_are_of_one_run(broker, env):
     broker.batch(1)
     broker.inner.commit(1)
     assert outcomes_of(broker, env) == {"trained": 2}
+
+
+def train(broker, env, *idents):
+    """Train a batch of two groups in the open run."""
+    number = broker.info.next_batch
+    broker.send(env, *idents)
+    broker.batch(number)
+    broker.inner.commit(number)
+
+
+def test_a_run_begins_without_the_counts_of_the_one_before(broker, env):
+    lease(broker, env)
+    train(broker, env, 1, 2)
+    broker.begin(name="another")
+    assert (shown(broker, env).items, outcomes_of(broker, env)) == (None, {})
+
+
+@pytest.mark.parametrize("broker", [{"keep_batches": 5}], indirect=True)
+@pytest.mark.parametrize(("point", "trained"), [(1, 2), (0, 0)])
+def test_a_run_that_is_resumed_after_another_goes_on_with_its_counts(broker, env, point, trained):
+    first = lease(broker, env)
+    train(broker, env, 1, 2)
+    broker.begin(name="another")
+    lease(broker, env, 3)
+    train(broker, env, 3, 4)
+    broker.restart()
+    broker.begin(resume=True, resume_from_batch=point)
+    assert (shown(broker, env).items.drawn, outcomes_of(broker, env)) == (len(first), {"trained": trained})
 
 
 def test_a_group_that_is_meant_for_an_ended_run_is_left_over_of_it_and_never_trained_in_the_next(broker, env):
