@@ -30,6 +30,9 @@ THREAD_FROM_BYTES: Final = 2 << 20
 """Checking a smaller body takes a few milliseconds at most."""
 
 MOST_LENIENT_BYTES: Final = 1 << 16
+OTHER_ENCODINGS: Final = frozenset({b"br", b"compress", b"deflate", b"zstd"})
+"""Encodings that are refused by name. Any other text, such as `utf-8`, is no compression, and clients do send it."""
+
 _REFUSED_GZIP: Final = re.compile(r"gzip\s*;\s*q=0(\.0*)?\s*(,|$)")
 JSON: Final = "application/json"
 
@@ -56,6 +59,8 @@ async def read_body(request: Request) -> bytes:
         chunks.append(chunk)
         more = message.get("more_body", False)
     body = b"".join(chunks) if len(chunks) != 1 else chunks[0]
+    if body and encoding in OTHER_ENCODINGS:
+        raise InvalidEncoding(f"Content-Encoding: gzip is the only one read, got {encoding.decode()}", field="body")
     return await inflate(body, config.max_inflated_bytes) if b"gzip" in encoding and body else body
 
 

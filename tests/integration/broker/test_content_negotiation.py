@@ -168,6 +168,14 @@ def test_a_weight_of_0_refuses_compression(caller, accept, packed):
     assert ["content-encoding" in answer.headers for answer in answers] == [packed, packed]
 
 
+@pytest.mark.parametrize(("encoding", "status"), [("zstd", 400), ("Deflate", 400), ("utf-8", 200)])
+def test_a_compression_that_the_broker_does_not_read_is_refused_by_its_name(caller, encoding, status):
+    body = b'{"name": "env", "group_size": 2, "max_token_length": 64}'
+    response = caller.http.post("/v1/environments", content=body, headers={"Content-Encoding": encoding})
+    assert response.status_code == status
+    assert status == 200 or encoding.lower() in response.json()["detail"]
+
+
 def test_the_latest_group_is_shown_as_json_whatever_it_came_as(caller):
     sent = caller.send(caller.client, 1)
     for path in ("/latest_example", "/v1/groups/latest"):
