@@ -234,7 +234,9 @@ class Environments:
 
 def _before(run_id: str, former: Sequence[OfRunT], last: OfRunT | None) -> tuple[OfRunT, ...]:
     """Return the newest of these rows that are of other runs, the newest last."""
-    known = list(former) if last is None else [*former, last]
+    known = list(former)
+    if last is not None:
+        known.append(last)
     return tuple(one for one in known if one.run_id not in {run_id, NO_RUN})[-MOST_FORMER_RUNS:]
 
 
