@@ -3,8 +3,6 @@
 vLLM builds its engine and its application; `ServerRun.serve` replaces vLLM's own function of that kind, the only place
 where vLLM's start is intercepted. It answers once the previous server, if there is one, has handed over its
 connections. Its stop has its own order too, because vLLM's waits for replies that a stopped engine never sends.
-`ServerASGI` is the outermost ASGI layer: it answers `/generate` and admits requests of vLLM's generating routes through
-the same admission gate.
 """
 
 from __future__ import annotations
@@ -18,14 +16,13 @@ import socket
 import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from prometheus_client import REGISTRY
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from atropos_api.client import AsyncBrokerClient
 from atropos_api.common.identity import EVERYWHERE, host_in_url
@@ -35,7 +32,8 @@ from example_trainer.processes.ports import BEGUN_ANSWERS_SECONDS, LOOPBACK, Ser
 from example_trainer.serving import startup
 from example_trainer.serving.adapters import Adapters
 from example_trainer.serving.admission import AdmissionGate
-from example_trainer.serving.auth import AllowedHosts, Headers, bearer, refuse_without_key
+from example_trainer.serving.asgi import ServerASGI, keys_of, with_cors
+from example_trainer.serving.auth import AllowedHosts, Headers, bearer
 from example_trainer.serving.bridge_routes import (
     make_bridge_router,
     make_broadcast_router,
@@ -65,109 +63,6 @@ from example_trainer.weight_protocol.manifest import (
     write_token,
 )
 from example_trainer.weight_protocol.shm_header import SegmentHeader
-
-_GENERATING = ("/v1/", "/v2/", "/inference/", "/invocations", "/generative_scoring", "/cohere/")
-_OPEN = frozenset({"/health", "/readyz", "/ping"})
-
-_LEFT_OUT = {
-    "/scale_elastic_ep": "this server has one engine",
-    "/is_scaling_elastic_ep": "this server has one engine",
-    "/inference/v1/abort_requests": "a client can end only its own requests, by closing their connections",
-    "/abort_requests": "a client can end only its own requests, by closing their connections",
-}
-"""Routes of vLLM's that are not served, each with the reason."""
-
-_TAKEN_OVER = {f"/v1/{name}": f"/lora/{name}" for name in ("load_lora_adapter", "unload_lora_adapter")}
-
-
-class ServerASGI:
-    """Wraps vLLM's application, which stays as it is.
-
-    If there are API keys, every route but health needs one. vLLM's own routes for adapters are replaced: its loading in
-    place would read the adapter from its file in every step, and would need no token.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        generate: GenerateHandler,
-        gate: AdmissionGate,
-        *,
-        root_path: str,
-        keys: list[bytes],
-        allowed_hosts: AllowedHosts,
-        check: Callable[[Headers], None] = lambda _: None,
-    ) -> None:
-        """Keep the arguments; `check` raises the refusal of a request for tokens with these headers."""
-        self._check = check
-        self._app = app
-        self._generate = generate
-        self._gate = gate
-        self._root_path = root_path.rstrip("/")
-        self._keys = keys
-        self._allowed_hosts = allowed_hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in {"http", "websocket"} or scope.get("method") == "OPTIONS":
-            await self._app(scope, receive, send)
-            return
-        path = scope["path"].removeprefix(self._root_path)
-        try:
-            if path not in _OPEN:
-                refuse_without_key(scope["headers"], self._keys)
-                self._allowed_hosts.check(scope.get("method", "POST"), path, scope["headers"])
-            if scope["type"] == "websocket":
-                await self._app(scope, receive, send)
-                return
-            await self._answer(path, scope, receive, send)
-        except Problem as problem:
-            await problem.response()(scope, receive, send)
-
-    async def _answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        posted = scope["method"] == "POST"
-        if path in {"/generate", "/generate/"}:
-            if not posted:
-                raise Problem(405, "method-not-allowed", f"/generate takes POST, not {scope['method']}", allow="POST")
-            await self._generate(scope, receive, send)
-        elif path in _LEFT_OUT:
-            raise Problem(404, "not-served", f"{path} is not answered: {_LEFT_OUT[path]}")
-        elif path in _TAKEN_OVER:
-            await self._app({**scope, "path": self._root_path + _TAKEN_OVER[path]}, receive, send)
-        elif posted and path.startswith(_GENERATING):
-            await self._answer_admitted(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    async def _answer_admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._gate.enter(partial(self._check, scope["headers"]))
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._gate.leave()
-
-
-def with_cors(asgi: ASGIApp, args: Any) -> ASGIApp:
-    """Allow the pages in vLLM's `--allowed-origins` to read these answers too."""
-    if not args.allowed_origins:
-        return asgi
-    from starlette.middleware.cors import CORSMiddleware
-
-    return CORSMiddleware(
-        asgi,
-        allow_origins=args.allowed_origins,
-        allow_credentials=args.allow_credentials,
-        allow_methods=args.allowed_methods,
-        allow_headers=args.allowed_headers,
-    )
-
-
-def keys_of(args: Any, *, bridge_token: str) -> list[bytes]:
-    """Return the keys that vLLM needs under `/v1`, and the bridge token, which may do more; none without keys."""
-    from vllm import envs
-
-    keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
-    return [key.encode() for key in (*keys, bridge_token)] if keys else []
-
 
 logger = logging.getLogger(__name__)
 
@@ -270,14 +165,7 @@ class ServerRun:
         )
         if self._identity is not None:
             state.registration = self._register(state, self._identity)
-        if manifest is not None:
-            directory = self._config.manifest_directory(os.environ)
-            startup.check_manifest(directory, self._config.port)  # again: another server may have started meanwhile
-            state.manifest_path = write_manifest(manifest, directory)
-            logger.info("weights are shared; trainers find them through %s", state.manifest_path)
-        elif self._config.stores_token(os.environ):
-            state.token_path = write_token(self._config.manifest_directory(os.environ), token, port=self._config.port)
-            self._token = token
+        self._write_for_trainers(state)
         app.state.atropos = state
         REGISTRY.register(ServerMetrics(state))
         self._logs.describe(lambda: {"policy_version": state.policy_version})
@@ -289,6 +177,17 @@ class ServerRun:
         app.middleware_stack = app.build_middleware_stack()  # vLLM has built it already, without these handlers
         list_served_names()
         return state
+
+    def _write_for_trainers(self, state: ServerState) -> None:
+        """Write the file by which a trainer on this host finds the weights, or the token that its calls need."""
+        directory = self._config.manifest_directory(os.environ)
+        if state.manifest is not None:
+            startup.check_manifest(directory, self._config.port)  # again: another server may have started meanwhile
+            state.manifest_path = write_manifest(state.manifest, directory)
+            logger.info("weights are shared; trainers find them through %s", state.manifest_path)
+        elif self._config.stores_token(os.environ):
+            state.token_path = write_token(directory, state.bridge_token, port=self._config.port)
+            self._token = state.bridge_token
 
     async def _share(self, engine: EngineAdapter, token: str) -> BridgeManifest:
         model_config = engine.async_llm.model_config

@@ -9,7 +9,7 @@ _ADMISSION = "example_trainer/serving/admission.py"
 _ENGINE_CORE = "example_trainer/serving/vllm/engine_core.py"
 _HANDOVER = "example_trainer/serving/handover.py"
 _GUARD = "example_trainer/serving/auth.py"
-_FRONT = "example_trainer/serving/app.py"
+_ASGI = "example_trainer/serving/asgi.py"
 _VERSIONS = "example_trainer/weight_protocol/shm_header.py"
 
 _STATES = "unit/serving/test_fence.py::test_"
@@ -396,23 +396,23 @@ FENCE: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the metrics are open",
-        _FRONT,
+        _ASGI,
         '_OPEN = frozenset({"/health", "/readyz", "/ping"})',
         '_OPEN = frozenset({"/health", "/readyz", "/ping", "/metrics"})',
         f"{_OUTERMOST}with_keys_every_route_but_health_needs_one_and_the_bridge_token_is_one",
     ),
     Mutant(
         "the routes of /v1 pass beside the fence",
-        _FRONT,
+        _ASGI,
         "elif posted and path.startswith(_GENERATING):",
         "elif False:",
-        f"{_OUTERMOST}generating_routes_pass_the_door_and_vllms_loading_of_adapters_is_ours",
+        f"{_OUTERMOST}generating_routes_pass_the_admission_gate_and_vllms_loading_of_adapters_is_ours",
     ),
     Mutant(
         "vLLM loads adapters in its own way",
-        _FRONT,
+        _ASGI,
         "elif path in _TAKEN_OVER:",
         "elif False:",
-        f"{_OUTERMOST}generating_routes_pass_the_door_and_vllms_loading_of_adapters_is_ours",
+        f"{_OUTERMOST}generating_routes_pass_the_admission_gate_and_vllms_loading_of_adapters_is_ours",
     ),
 )

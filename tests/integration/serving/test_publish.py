@@ -127,7 +127,7 @@ def test_r1_draining_stops_at_its_limit(shared_server, wait_until):
         assert all(len(future.result()["policy_versions"][0]) == 2 for future in pending)
 
 
-def test_requests_wait_at_the_door_while_a_publish_lasts(shared_server):
+def test_requests_wait_at_the_admission_gate_while_a_publish_lasts(shared_server):
     publish = shared_server.begin(drain_seconds=0)
     version = (shared_server.version or 0) + 1
     got = []

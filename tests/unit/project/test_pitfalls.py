@@ -67,7 +67,7 @@ PITFALLS: dict[str, tuple[str, ...]] = {
         "test_the_proof_stops_a_run_whose_publish_misses_weights",
     ),
     "P15 no request is served between two policies": (
-        "test_requests_wait_at_the_door_while_a_publish_lasts",
+        "test_requests_wait_at_the_admission_gate_while_a_publish_lasts",
         "test_r1_no_token_is_sampled_from_a_mixture",
     ),
     "P16 a sleep that loses buffers is refused": ("test_sleeping_is_refused_without_sleep_mode",),

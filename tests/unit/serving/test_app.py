@@ -13,7 +13,8 @@ from example_trainer.serving import app as app_module
 from example_trainer.serving import generate, problems
 from example_trainer.serving.adapters import Adapters
 from example_trainer.serving.admission import AdmissionGate
-from example_trainer.serving.app import ServerASGI, until_drained
+from example_trainer.serving.app import until_drained
+from example_trainer.serving.asgi import ServerASGI
 from example_trainer.serving.auth import AllowedHosts
 from example_trainer.serving.fence import Fence
 from example_trainer.serving.generate import GenerateHandler
@@ -102,7 +103,7 @@ async def test_without_keys_nothing_is_asked(app, gate):
     assert (await ask(asgi, "/bridge/info", method="GET")).status == 200
 
 
-async def test_generating_routes_pass_the_door_and_vllms_loading_of_adapters_is_ours(app, gate):
+async def test_generating_routes_pass_the_admission_gate_and_vllms_loading_of_adapters_is_ours(app, gate):
     asgi = ServerASGI(app, app, gate, root_path="/behind", keys=[], allowed_hosts=ANY_SITE)
     for path in ("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/bridge/pause"):
         await ask(asgi, f"/behind{path}")

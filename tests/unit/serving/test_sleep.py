@@ -185,7 +185,7 @@ async def test_a_server_that_is_woken_while_it_falls_asleep_is_awake(state, engi
 
 
 async def test_a_server_that_receives_a_broadcast_does_not_fall_asleep(state):
-    """What it receives is kept beside a copy of the weights, which were not in memory any more."""
+    """A broadcast is kept beside a copy of the weights, which were not in memory any more."""
     asked = []
 
     async def call_workers(method, *_):
