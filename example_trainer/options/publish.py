@@ -126,8 +126,8 @@ class PublishOptions(BaseModel):
         "auto",
         description="Running requests in a publish: drain lets them end for --drain-seconds and pauses the rest, "
         "recompute pauses all at once, auto drains for that part of --drain-seconds after which the least generation "
-        "is lost, finish waits for all to end. The KV entries of paused requests are computed again; keep_kv pauses "
-        "all and keeps them.",
+        "is lost, finish waits for all to end but those whose client reads no further. The KV entries of paused "
+        "requests are computed again; keep_kv pauses all and keeps them.",
     )
     sync_budget: float = Field(
         0.2,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import secrets
 import signal
@@ -301,12 +302,11 @@ async def until_drained(gate: AdmissionGate, fence: Fence) -> None:
     No publish reaches a draining server, so requests that are paused with torn weights never end; and a client may read
     its answer no further.
     """
-    while not await gate.wait_until_empty(_DRAINING_LOOK_SECONDS):
-        if fence.torn:
+    while gate.inside:
+        await fence.wait_for_running(math.inf, quiet_seconds=BEGUN_ANSWERS_SECONDS)
+        if fence.torn or not fence.publishing:
             return
-        if not await fence.computes():
-            await gate.wait_until_empty(BEGUN_ANSWERS_SECONDS)
-            return
+        await asyncio.sleep(_DRAINING_LOOK_SECONDS)  # what the publish has paused goes on after it
 
 
 async def _watch(serving: asyncio.Future[None], stop: asyncio.Event, state: ServerState) -> str | None:

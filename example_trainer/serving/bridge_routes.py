@@ -175,7 +175,9 @@ def _add_switches(router: APIRouter) -> None:
 
     @router.post("/resume", dependencies=_CHANGES_WEIGHTS)
     async def resume(state: State) -> dict[str, bool]:
-        await state.fence.release()
+        async with state.switching:
+            state.check_awake()  # again: it may have fallen asleep meanwhile
+            await state.fence.release()
         return {"is_paused": state.fence.paused}
 
     @router.post("/sleep", dependencies=_GUARDED)

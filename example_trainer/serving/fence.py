@@ -32,6 +32,9 @@ from example_trainer.weight_protocol.shm_header import NO_VERSION, PolicyVersion
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
+QUIET_SECONDS = 10.0
+"""Time in which the engine has no request and generates nothing, after which those inside only wait for their clients:
+between two calls of the engine, a request that makes many has a tool run."""
 
 
 class Engine(Protocol):
@@ -45,6 +48,9 @@ class Engine(Protocol):
 
     async def stamp(self, version: str) -> None:
         """Stamp tokens sampled from now on, without resuming."""
+
+    async def counters(self) -> Counters:
+        """Return the numbers of running and waiting requests, and of all tokens generated so far."""
 
     async def running(self) -> Running:
         """Return the requests that are computed now, and what the engine's steps cost."""
@@ -162,24 +168,31 @@ class Fence:
 
         For a publish that is over already it only returns the state served now.
         """
-        if publish_id not in self._past:
-            publish = self._current(publish_id)
-            publish.abandoned = publish.restoring = True
-            publish.lease.stop()  # restoring weights may take longer than the lease
-            try:
-                if publish.update is not None and not publish.was_torn and await publish.update.restore():
-                    self._overwriting = False
-            finally:
-                publish.restoring = False
-                publish.lease.begin()
+        async with self._busy:  # an `end` under way resumes with the new weights: nothing is restored then
+            publish = None if publish_id in self._past else self._current(publish_id)
+            if publish is not None:
+                await self._restore(publish)
+        if publish is not None:
             await self._settle(publish)
         return {"publish_id": publish_id, "torn": self.torn, "policy_version": self.policy_version}
+
+    async def _restore(self, publish: Publish) -> None:
+        publish.abandoned = publish.restoring = True
+        publish.lease.stop()  # restoring weights may take longer than the lease
+        try:
+            if publish.update is not None and not publish.was_torn and await publish.update.restore():
+                self._overwriting = False
+        finally:
+            publish.restoring = False
+            publish.lease.begin()
 
     async def hold(self) -> None:
         """Pause by hand: new requests are refused and running ones are paused, until `release`."""
         self._held = True
         self._update_gate()
         async with self._busy:
+            self._held = True  # again: a `release` that was under way has ended an earlier hold
+            self._update_gate()
             await self._engine.pause(discard=False)
 
     async def release(self) -> None:
@@ -189,11 +202,6 @@ class Fence:
                 await self._engine.resume(None)
             self._held = False
             self._update_gate()
-
-    async def computes(self) -> bool:
-        """Return True if the engine has requests: those inside that it has not only wait for their clients."""
-        running = await self._engine.running()
-        return bool(running["computed_tokens"] or running["waiting"])
 
     def stop(self, *, refuse: bool = True) -> None:
         """Admit no request from now on: new ones are refused, or wait for the next server."""
@@ -214,9 +222,9 @@ class Fence:
         pause_began = time.monotonic()
         async with self._busy:
             self._current(publish.publish_id)
+            self._engine_paused = True  # a call that fails may have paused it
             with self._abandoning_on_error(publish):
                 counters = await self._engine.pause(discard=publish.in_flight != "keep_kv")
-            self._engine_paused = True
             self._current(publish.publish_id)  # the lease may have run out while the engine paused
             busy_seconds = (self._gate.request_seconds() - request_seconds) / max(1, inside)
             idle_seconds = time.monotonic() - publish.gate_closed_at - busy_seconds if inside else 0.0
@@ -237,11 +245,12 @@ class Fence:
 
         Under torn weights the engine is paused since the publish that tore them, and no request can end.
         """
-        if self._engine_paused:
-            return None
+        async with self._busy:  # the engine may be resuming after a publish that lapsed
+            if self._engine_paused:
+                return None
         if in_flight != "auto":
             limits = {"drain": limit_seconds, "finish": math.inf}
-            await self._wait_for_running(limits.get(in_flight, 0.0))
+            await self.wait_for_running(limits.get(in_flight, 0.0), quiet_seconds=QUIET_SECONDS)
             return None
         if not self._gate.inside:
             return NOTHING_RUNS
@@ -253,16 +262,23 @@ class Fence:
             plan = plan_drain(await self._engine.running(), end - time.monotonic(), places=first.places)
         return first
 
-    async def _wait_for_running(self, limit_seconds: float) -> None:
-        """Wait until the requests inside have ended, or the engine computes none of them.
+    async def wait_for_running(self, limit_seconds: float, *, quiet_seconds: float) -> None:
+        """Wait until the requests inside have ended, the engine is paused, or it has done nothing for `quiet_seconds`.
 
-        The others wait for their clients: one that read its stream no further, or never sent the body that it had
-        announced, held up a publish under `finish` without end.
+        In that case they wait for their clients: one that read its stream no further, or never sent the body that it
+        had announced, held up a publish under `finish` without end.
         """
-        end = time.monotonic() + limit_seconds
-        while (left := end - time.monotonic()) > 0:
-            is_empty = await self._gate.wait_until_empty(min(left, _LOOK_SECONDS))
-            if is_empty or self._engine_paused or not await self.computes():
+        now = quiet_since = time.monotonic()
+        end, generated = now + limit_seconds, -1
+        while not await self._gate.wait_until_empty(min(max(0.0, end - now), _LOOK_SECONDS)):
+            now = time.monotonic()
+            if self._engine_paused or now >= end:
+                return
+            counters = await self._engine.counters()
+            before, generated = generated, counters["generated_tokens_total"]
+            if counters["requests_running"] or counters["requests_waiting"] or generated != before:
+                quiet_since = now
+            elif now - quiet_since >= quiet_seconds:
                 return
 
     @contextmanager

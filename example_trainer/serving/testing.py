@@ -87,6 +87,11 @@ class StubEngine:
         self._note("stamp", version)
         self._version = version
 
+    async def counters(self) -> Counters:
+        self._note("counters", None)
+        running = len(self.now_running["computed_tokens"])
+        return {"requests_running": running, "requests_waiting": self.now_running["waiting"]} | self._counters()
+
     async def running(self) -> Running:
         self._note("running", None)
         return self.now_running

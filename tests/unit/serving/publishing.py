@@ -36,3 +36,16 @@ async def reached(condition, limit_seconds=2.0):
             return True
         await asyncio.sleep(_LOOK_SECONDS)
     return condition()
+
+
+def slow_resume(engine):
+    """Let the engine take a moment to resume; return the event that is set when it begins."""
+    resume, begun = engine.resume, asyncio.Event()
+
+    async def slow(version):
+        begun.set()
+        await asyncio.sleep(0.05)
+        return await resume(version)
+
+    engine.resume = slow
+    return begun

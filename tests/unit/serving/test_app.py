@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from example_trainer.serving import app as app_module
+from example_trainer.serving import fence as fence_module
 from example_trainer.serving import generate, problems
 from example_trainer.serving.adapters import Adapters
 from example_trainer.serving.admission import AdmissionGate
@@ -247,7 +248,7 @@ async def test_an_adapter_that_goes_while_its_request_waits_at_the_gate_leaves_n
 
 async def test_a_draining_server_waits_for_what_its_engine_computes_and_for_nothing_else(gate, monkeypatch):
     """It never left if a client read its answer no further."""
-    monkeypatch.setattr(app_module, "_DRAINING_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(fence_module, "_LOOK_SECONDS", 0.02)
     monkeypatch.setattr(app_module, "BEGUN_ANSWERS_SECONDS", 0.1)
     engine = StubEngine()
     fence = Fence(engine, gate, header=None)
@@ -262,6 +263,7 @@ async def test_a_draining_server_waits_for_what_its_engine_computes_and_for_noth
 
 async def test_a_draining_server_does_not_wait_for_requests_that_are_paused_with_torn_weights(gate, monkeypatch):
     """No publish reaches it any more, so they never ended, and it never left."""
+    monkeypatch.setattr(fence_module, "_LOOK_SECONDS", 0.02)
     monkeypatch.setattr(app_module, "_DRAINING_LOOK_SECONDS", 0.02)
     engine = StubEngine()
     fence = Fence(engine, gate, header=None)

@@ -13,7 +13,7 @@ from example_trainer.serving.fence import Fence
 from example_trainer.serving.problems import Problem
 from example_trainer.weight_protocol.shm_header import WriteRefused
 
-from .publishing import begin, publish, reached, refusal_of
+from .publishing import begin, publish, reached, refusal_of, slow_resume
 
 pytestmark = pytest.mark.anyio
 
@@ -143,14 +143,53 @@ async def test_a_request_that_only_waits_for_its_client_holds_up_no_publish(
 ):
     """A client that read its stream no further, or never sent its body, held up `finish` without end."""
     monkeypatch.setattr(fence_module, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(fence_module, "QUIET_SECONDS", 0.1)
     await publish(fence, header, 1)
     await gate.enter()
     engine.now_running |= {"waiting": 1}
     beginning = asyncio.ensure_future(begin(fence, in_flight=in_flight, drain_seconds=60.0))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.3)
     assert not beginning.done(), "the engine has not computed it yet"
     engine.now_running |= {"waiting": 0}
     await asyncio.wait_for(beginning, 1)
+
+
+async def test_finish_waits_for_a_request_that_calls_the_engine_again_and_again(
+    fence, gate, engine, header, monkeypatch
+):
+    """A beam search asks for one token at a time: a look between two of its calls finds no request in the engine."""
+    monkeypatch.setattr(fence_module, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(fence_module, "QUIET_SECONDS", 0.1)
+    await publish(fence, header, 1)
+    await gate.enter()
+    beginning = asyncio.ensure_future(begin(fence, in_flight="finish"))
+    for _ in range(20):
+        engine.generated_tokens += 1
+        await asyncio.sleep(0.02)
+    assert not beginning.done()
+    gate.leave()
+    await asyncio.wait_for(beginning, 1)
+
+
+async def test_a_drain_whose_time_is_over_asks_the_engine_nothing(fence, gate, engine, header):
+    await publish(fence, header, 1)
+    await gate.enter()
+    engine.calls.clear()
+    await begin(fence, in_flight="drain", drain_seconds=0.05)
+    assert [name for name, _ in engine.calls] == ["pause"]
+
+
+async def test_a_pause_by_hand_during_a_resume_by_hand_ends_paused(fence, gate, engine, header):
+    """The gate was open over a paused engine, or one that slept."""
+    await publish(fence, header, 1)
+    await fence.hold()
+    resuming = slow_resume(engine)
+    releasing = asyncio.ensure_future(fence.release())
+    await resuming.wait()
+    await fence.hold()
+    await releasing
+    assert (fence.paused, engine.paused) == (True, True)
+    assert await refusal_of(gate) == "paused"
 
 
 async def test_recompute_does_not_wait(fence, gate, header):

@@ -10,7 +10,7 @@ from example_trainer.serving.fence import Fence
 from example_trainer.serving.problems import Problem
 from example_trainer.weight_protocol.shm_header import WriteRefused
 
-from .publishing import begin, publish, reached, refusal_of
+from .publishing import begin, publish, reached, refusal_of, slow_resume
 
 pytestmark = pytest.mark.anyio
 
@@ -328,12 +328,14 @@ class PausedChange:
 
     def __init__(self):
         self.may_go_on = asyncio.Event()
+        self.restored = False
 
     async def keep(self):
         pass
 
     async def restore(self):
         await self.may_go_on.wait()
+        self.restored = True
         return True
 
 
@@ -372,3 +374,31 @@ async def test_a_publish_does_not_wait_for_requests_that_the_one_before_has_paus
     header.end_write(2)
     await fence.end(second, 2)
     assert not engine.paused
+
+
+async def test_an_abort_during_the_end_of_a_publish_restores_nothing(engine, gate):
+    """The old weights were served under the new version."""
+    fence, change = Fence(engine, gate, header=None), PausedChange()
+    change.may_go_on.set()
+    await fence.serve_fixed(1)
+    publish_id = await begin(fence)
+    fence.overwrite(publish_id, 2, change)
+    resuming = slow_resume(engine)
+    ending = asyncio.ensure_future(fence.end(publish_id, 2))
+    await resuming.wait()
+    assert (await fence.abort(publish_id))["policy_version"] == 2
+    assert (await ending)["version"] == 2
+    assert not change.restored
+
+
+async def test_finish_waits_though_the_engine_still_resumes_after_a_publish_that_lapsed(fence, engine, gate, header):
+    await publish(fence, header, 1)
+    await gate.enter()
+    await begin(fence, lease_seconds=0.02, in_flight="recompute")
+    resuming = slow_resume(engine)
+    await asyncio.wait_for(resuming.wait(), 2)
+    finishing = asyncio.ensure_future(begin(fence, in_flight="finish"))
+    await asyncio.sleep(0.15)
+    assert not finishing.done()
+    gate.leave()
+    await asyncio.wait_for(finishing, 2)
