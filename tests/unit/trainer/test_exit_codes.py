@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,8 +19,15 @@ from example_trainer.errors import BadBatch
 GONE = BrokerUnreachable("Atropos API not reachable")
 
 
-def end_with(error: AtroposError, method: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("example_trainer.trainers.Trainer", lambda *_, **__: Mock(**{f"{method}.side_effect": error}))
+def end_with(
+    error: AtroposError | Callable[[], None],
+    method: str,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stopped_by: Mock | None = None,
+) -> int:
+    trainer = Mock(**{f"{method}.side_effect": error, "stopped_by": stopped_by})
+    monkeypatch.setattr("example_trainer.trainers.Trainer", lambda *_, **__: trainer)
     monkeypatch.setattr(cli, "_bridge", Mock())
     config = TrainingConfig(model_name="model", run_dir=run_dir)
     return cli._train_in(Mock(), config, Ranks(), Mock())
@@ -41,3 +50,21 @@ def test_what_a_new_start_does_not_mend_stays_a_refusal(
 ) -> None:
     with pytest.raises(type(error)):
         end_with(error, method, tmp_path, monkeypatch)
+
+
+def test_a_run_that_is_stopped_and_loses_its_broker_on_the_way_ends_as_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last checkpoint was written, but could not be committed: it exited with 75."""
+
+    def train() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        raise GONE
+
+    assert end_with(train, "train", tmp_path, monkeypatch) == 128 + signal.SIGTERM
+
+
+def test_a_run_that_a_sign_of_trouble_ends_stays_ended_when_its_broker_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert end_with(GONE, "train", tmp_path, monkeypatch, stopped_by=Mock()) == cli.STOPPED_BY_HEALTH
