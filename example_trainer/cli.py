@@ -249,10 +249,13 @@ def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks, logs
             stop.training = True
             finished = trainer.train()
     except AtroposError as error:
-        if not (stop.training and is_outage(error)):
+        if session.begun is None or not is_outage(error):
             raise
-        sys.stderr.write(f"{PROG}: error: {redact_text(str(error))}\n{PROG}: --resume auto goes on from here\n")
-        return BROKER_LOST
+        sys.stderr.write(f"{PROG}: error: {redact_text(str(error))}\n")
+        finished = False
+        if trainer.stopped_by is None and stop.signal_number is None:  # else the run was ending: a start would go on
+            sys.stderr.write(f"{PROG}: --resume auto goes on from the newest checkpoint\n")
+            return BROKER_LOST
     finally:
         bridge.close()
     if trainer.stopped_by is not None:

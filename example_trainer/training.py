@@ -96,6 +96,10 @@ class Gradients:
     def loss(self) -> float:
         return sum(value for name, value in self.totals.items() if name not in _COUNTS)
 
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.norm) and math.isfinite(self.loss)
+
 
 _USEFUL, _COMPUTED = "useful tokens", "computed tokens"
 _COUNTS = frozenset({_USEFUL, _COMPUTED})
@@ -186,17 +190,19 @@ class Learner:
 
     def apply(self, gradients: Gradients) -> None:
         """Take one optimizer step, unless the loss or the gradients are not finite, or the gradients are 0."""
-        if not (math.isfinite(gradients.norm) and math.isfinite(gradients.loss)):
+        if not gradients.is_finite:
             self._leave_out(gradients)
             return
+        self._nonfinite_in_a_row = 0
         if gradients.norm == 0.0:
+            if self.loss_scale is not None:
+                self.loss_scale.stepped()  # a scale at which all gradients round to 0 must grow
             logger.warning(
                 "left out an optimizer step whose gradient is 0, so that only momentum and weight decay would move the "
                 "weights: each of its tokens has an advantage of 0 or is clipped or masked (--staleness-mask, "
                 "--off-policy-mask, --mismatch-correction)"
             )
             return
-        self._nonfinite_in_a_row = 0
         with self.policy.changing():  # a stop may end the wait for the server, and nothing may have changed then
             if self.loss_scale is not None:
                 self.loss_scale.stepped()
@@ -305,7 +311,7 @@ class Learner:
         result.metrics |= {
             names.TRAIN_LOSS: sum(each.loss for each in done) / len(done),
             names.TRAIN_LR: self.optimizer.param_groups[0]["lr"],
-            names.TRAIN_NONFINITE: float(sum(not (each.moved or each.overflowed or each.norm == 0.0) for each in done)),
+            names.TRAIN_NONFINITE: float(sum(not (each.is_finite or each.overflowed) for each in done)),
             names.PADDED_FRACTION: 1 - sum(each.totals[_USEFUL] for each in done) / computed,
             names.FORWARD_TOKENS: computed,
         }

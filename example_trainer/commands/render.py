@@ -95,10 +95,10 @@ def _render(kind: str, path: Path, settings: RunSettings, options: RenderOptions
 def _job_name(run_name: str) -> str:
     """Return a name that Kubernetes takes: letters, digits and inner hyphens, of at most `LONGEST_NAME` characters.
 
-    A name that loses letters ends in a digest: the run directory is named by it, and another run would resume there.
+    One that differs from the run's ends in a digest: it names the run directory, and another run would resume there.
     """
     name = f"atropos-{re.sub(r'[^a-z0-9]+', '-', run_name.lower())}".rstrip("-")
-    if run_name.isascii() and len(name) <= LONGEST_NAME:
+    if name == f"atropos-{run_name}" and len(name) <= LONGEST_NAME:
         return name
     digest = hashlib.sha256(run_name.encode()).hexdigest()[:6]
     return f"{name[: LONGEST_NAME - 7].rstrip('-')}-{digest}"

@@ -240,10 +240,12 @@ class Supervisor:
             child.descendants[process] = Descendant(seen_at=now)
         for process, seen in list(child.descendants.items()):
             if is_alive(process):
-                # Each time: before its exec a process has its parent's command.
-                is_short_task = _is_short_task(process, child)
                 seen.title = describe(process)
-                seen.is_short_task = seen.is_short_task if is_short_task is None else is_short_task
+                if now - seen.seen_at < 2 * SETTLED_AFTER_SECONDS:
+                    # More than once: before its exec a process has its parent's command. On a busy machine that may be
+                    # until it has settled; later its kind stays, and reading it costs 0.2 ms.
+                    is_short_task = _is_short_task(process, child)
+                    seen.is_short_task = seen.is_short_task if is_short_task is None else is_short_task
                 continue
             ended = child.descendants.pop(process)
             settled = now - ended.seen_at >= SETTLED_AFTER_SECONDS and not ended.is_short_task

@@ -215,8 +215,8 @@ class _FlatReward(_Remembering):
 
     def __call__(self, metrics: Mapping[str, float]) -> float | None:
         skipped = metrics.get(names.TRAIN_SKIPPED, 0.0) == 1.0
-        too_old = metrics.get(names.TRAINED_TOKENS, 0.0) > 0.0  # they have a signal, and --staleness-mask left them out
-        flat = skipped and not too_old and metrics.get(names.NO_SIGNAL_FRACTION, 1.0) > 0.0
+        left_out = metrics.get(names.TRAINED_TOKENS, 0.0) > 0.0  # they have a signal, but each was clipped or masked
+        flat = skipped and not left_out and metrics.get(names.NO_SIGNAL_FRACTION, 1.0) > 0.0
         in_a_row: int = self.kept["in_a_row"] + 1 if flat else 0
         self.kept["in_a_row"] = in_a_row
         return float(in_a_row) if in_a_row >= self._steps else None

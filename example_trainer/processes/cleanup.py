@@ -170,7 +170,8 @@ def keep_watch(pipe: IO[str]) -> int:
         temporary_dir = message.get("temporary_dir", temporary_dir)
         shared_memory.update(message.get("shared_memory", ()))
     if mark:
-        end_processes(lambda: find_tree((), mark), grace_seconds=GRACE_SECONDS)
+        # Not asked twice: nobody is left who needs their reports, and on Ray they are to be gone within 10 s.
+        end_processes(lambda: find_tree((), mark), grace_seconds=GRACE_SECONDS, asks_twice=False)
         sweep(shared_memory)
         shutil.rmtree(temporary_dir, ignore_errors=True)
     return 0

@@ -99,11 +99,15 @@ def find_tree(roots: Iterable[psutil.Process], mark: str) -> list[psutil.Process
 
 
 def end_processes(
-    find: Callable[[], list[psutil.Process]], *, grace_seconds: float, is_urgent: Callable[[], bool] = lambda: False
+    find: Callable[[], list[psutil.Process]],
+    *,
+    grace_seconds: float,
+    is_urgent: Callable[[], bool] = lambda: False,
+    asks_twice: bool = True,
 ) -> None:
     """Send SIGTERM to the heads of the processes that `find` returns, again to those that have not ended within the
-    grace, and then SIGKILL to all that remain. The grace ends early, without a second SIGTERM, once `is_urgent` returns
-    True.
+    grace if `asks_twice`, and then SIGKILL to all that remain. The grace ends early, without a second SIGTERM, once
+    `is_urgent` returns True.
 
     Heads are the processes whose parent is not among those found: a server that gets SIGTERM ends its own workers,
     and one whose workers get it first waits for their answers for ever. Processes that a head leaves behind get a
@@ -113,7 +117,7 @@ def end_processes(
     heads = _heads(find())
     _signal_all(heads, signal.SIGTERM)
     wait_until(lambda: is_urgent() or not any(map(is_alive, heads)), grace_seconds)
-    if grace_seconds and not is_urgent() and (busy := list(filter(is_alive, heads))):
+    if asks_twice and grace_seconds and not is_urgent() and (busy := list(filter(is_alive, heads))):
         _signal_all(busy, signal.SIGTERM)
         wait_until(lambda: is_urgent() or not any(map(is_alive, busy)), SECOND_GRACE_SECONDS)
     if not any(map(is_alive, heads)):

@@ -124,7 +124,10 @@ class Registration:
         self._load = Load()
         self._looking: asyncio.Task[Load] | None = None
         self._engine_answered_at = clock()
+        self._has_failed = False
+        """True from a renewal that failed until one succeeds."""
         self._failure = ""
+        """The failure that was logged; it is logged again after a renewal that waited was answered in time."""
 
     def check(self) -> None:
         """Raise the refusal of a request for tokens, if it may not be answered now."""
@@ -173,6 +176,8 @@ class Registration:
                 return self._take_new_lease(str(error))
             return self._note_failure(str(error))
         self._adopt(lease, sent)
+        if wait_seconds:  # a broker whose answers are always late answers those in time that do not wait
+            self._failure = ""
         return 0.0
 
     async def drain(self) -> None:
@@ -194,13 +199,13 @@ class Registration:
 
         The lease is as old then as the renewal before it has waited. After a failure there is no time to wait.
         """
-        if self.state is None or self._failure:
+        if self.state is None or self._has_failed:
             return 0.0
         left = self._lease_ends - now - 2 * LATE_SHARE * self._lease_seconds
         return max(0.0, min(left, RENEWED_SHARE * self._lease_seconds))
 
     def _adopt(self, lease: ServerLease, sent: float) -> None:
-        self._failure = ""
+        self._has_failed = False
         if lease.state == "gone":
             self._take_new_lease("the broker removed the server")
             return
@@ -224,6 +229,7 @@ class Registration:
         return 0.0
 
     def _note_failure(self, failure: str) -> float:
+        self._has_failed = True
         kind = re.sub(r"\d+", "", failure)  # the seconds left in it change with each try
         if kind != self._failure:
             logger.warning("the lease is not renewed: %s", failure)

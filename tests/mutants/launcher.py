@@ -219,7 +219,7 @@ LAUNCHER: tuple[Mutant, ...] = (
     Mutant(
         "children outlive a killed launcher",
         "example_trainer/processes/cleanup.py",
-        "end_processes(lambda: find_tree((), mark), grace_seconds=GRACE_SECONDS)",
+        "end_processes(lambda: find_tree((), mark), grace_seconds=GRACE_SECONDS, asks_twice=False)",
         "pass",
         f"{_CHILDREN}what_a_killed_launcher_leaves_is_cleaned_up_for_it",
     ),

@@ -189,7 +189,7 @@ TRAINING: tuple[Mutant, ...] = (
     Mutant(
         "a step without finite gradient taken",
         _TRAINING,
-        "if not (math.isfinite(gradients.norm) and math.isfinite(gradients.loss)):",
+        "if not gradients.is_finite:",
         "if False:",
         "unit/trainer/test_training.py::test_a_step_without_finite_gradient_is_skipped_counted_and_stops_after_a_few",
     ),

@@ -196,7 +196,9 @@ def test_the_name_of_a_job_is_one_that_kubernetes_takes(run_file, capsys, name: 
         assert re.fullmatch(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?", manifest["metadata"]["name"])
 
 
-@pytest.mark.parametrize("pair", [("訓練", "評価"), ("a" * 60 + "1", "a" * 60 + "2")])
+@pytest.mark.parametrize(
+    "pair", [("訓練", "評価"), ("a" * 60 + "1", "a" * 60 + "2"), ("My Run_1", "my-run-1"), ("a.b", "a-b"), ("!!", "?")]
+)
 def test_runs_whose_names_kubernetes_does_not_take_do_not_share_a_directory(run_file, capsys, pair) -> None:
     """Both were `/atropos/runs/atropos`, so that the second run went on from the checkpoints of the first."""
     scripts = set()

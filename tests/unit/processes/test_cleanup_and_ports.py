@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import mmap
 import socket
 import subprocess
@@ -12,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from example_trainer.processes.cleanup import SharedMemoryLedger, sweep
+from example_trainer.processes.cleanup import SharedMemoryLedger, keep_watch, sweep
 from example_trainer.processes.ports import PortTaken, free_port, free_ports, holder, require_free
-from example_trainer.processes.tree import adopting_orphans
+from example_trainer.processes.tree import MARK_VARIABLE, adopting_orphans, wait_until
 
 
 def make(path: Path) -> mmap.mmap:
@@ -40,6 +42,30 @@ def test_what_another_process_still_maps_stays(tmp_path: Path) -> None:
     assert sweep(["segment"], tmp_path) == []
     mapping.close()
     assert sweep(["segment", "never-there"], tmp_path) == ["segment"]
+
+
+NOTES_ITS_SIGNALS = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: pathlib.Path(sys.argv[1]).open("a").write("SIGTERM "))
+pathlib.Path(sys.argv[1]).touch()
+while True:
+    time.sleep(600)
+"""
+
+
+def test_who_does_not_end_with_a_killed_launcher_is_killed_after_one_grace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of a second SIGTERM was added, so that on a busy node a program outlived its launcher by over 10 s."""
+    monkeypatch.setattr("example_trainer.processes.cleanup.GRACE_SECONDS", 0.3)
+    mark, signals = f"{tmp_path}.", tmp_path / "signals"
+    with subprocess.Popen(
+        [sys.executable, "-c", NOTES_ITS_SIGNALS, str(signals)], env={MARK_VARIABLE: mark}
+    ) as stubborn:
+        assert wait_until(signals.exists, 10)
+        keep_watch(io.StringIO(json.dumps({"mark": mark, "temporary_dir": str(tmp_path / "scratch")})))
+        assert stubborn.wait(10) == -9
+    assert signals.read_text() == "SIGTERM "
 
 
 def test_a_taken_port_is_reported_with_its_holder() -> None:

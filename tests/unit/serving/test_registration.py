@@ -165,6 +165,27 @@ async def test_renewals_keep_it_serving_for_ever_and_one_may_be_lost(scene, make
     assert len({report.lease_id for report in scene.reports}) == 1
 
 
+async def test_a_broker_whose_answers_are_always_late_is_warned_of_once_until_one_is_in_time(scene, make, caplog):
+    server, in_time = make(), scene.renew_server
+    await serving(scene, server)
+
+    async def late(*words, wait_seconds=0.0, **named):
+        if wait_seconds:
+            scene.now += wait_seconds
+            raise TimeoutError
+        return await in_time(*words, **named)
+
+    for warnings in (1, 2):
+        scene.renew_server = late
+        for _ in range(6):
+            await server.renew()
+        assert refusal(server) is None
+        assert caplog.text.count("the broker does not answer") == warnings
+        scene.renew_server = in_time
+        for _ in range(2):
+            await server.renew()
+
+
 async def test_cut_off_it_refuses_before_the_broker_lists_it_as_gone(scene, make):
     server = make()
     await serving(scene, server)

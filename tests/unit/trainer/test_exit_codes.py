@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,27 +19,65 @@ from example_trainer.errors import BadBatch
 GONE = BrokerUnreachable("Atropos API not reachable")
 
 
-def end_with(error: AtroposError, method: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("example_trainer.trainers.Trainer", lambda *_, **__: Mock(**{f"{method}.side_effect": error}))
+def end_with(
+    error: AtroposError | Callable[[], None],
+    method: str,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    stopped_by: Mock | None = None,
+    begun: bool = True,
+) -> int:
+    trainer = Mock(**{f"{method}.side_effect": error, "stopped_by": stopped_by})
+    monkeypatch.setattr("example_trainer.trainers.Trainer", lambda *_, **__: trainer)
     monkeypatch.setattr(cli, "_bridge", Mock())
     config = TrainingConfig(model_name="model", run_dir=run_dir)
-    return cli._train_in(Mock(), config, Ranks(), Mock())
+    return cli._train_in(Mock(begun=Mock() if begun else None), config, Ranks(), Mock())
 
 
-@pytest.mark.parametrize("error", [GONE, BrokerRefused({"detail": "the disk is full"}, 503)])
+@pytest.mark.parametrize(
+    ("error", "method"),
+    [(GONE, "train"), (BrokerRefused({"detail": "the disk is full"}, 503), "train"), (GONE, "set_up")],
+)
 def test_a_run_that_loses_its_broker_ends_with_a_code_after_which_it_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: AtroposError
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: AtroposError,
+    method: str,
 ) -> None:
-    """It ended with 2 as a refused setting does, and the launcher gave up a run that could go on."""
-    assert end_with(error, "train", tmp_path, monkeypatch) == cli.BROKER_LOST == 75
+    """It ended with 2 as a refused setting does, and the launcher gave up a run that could go on.
+
+    So did one that lost its broker a second time, while it loaded the policy or published its first version.
+    """
+    assert end_with(error, method, tmp_path, monkeypatch) == cli.BROKER_LOST == 75
     assert f"atropos-grpo: error: {error}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("error", "method"), [(GONE, "set_up"), (BadBatch("no tokens"), "train"), (BrokerRefused({}, 409), "train")]
+    ("error", "method", "begun"),
+    [(GONE, "set_up", False), (BadBatch("no tokens"), "train", True), (BrokerRefused({}, 409), "train", True)],
 )
 def test_what_a_new_start_does_not_mend_stays_a_refusal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: AtroposError, method: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: AtroposError, method: str, begun: bool
 ) -> None:
     with pytest.raises(type(error)):
-        end_with(error, method, tmp_path, monkeypatch)
+        end_with(error, method, tmp_path, monkeypatch, begun=begun)
+
+
+def test_a_run_that_is_stopped_and_loses_its_broker_on_the_way_ends_as_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last checkpoint was written, but could not be committed: it exited with 75."""
+
+    def train() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        raise GONE
+
+    assert end_with(train, "train", tmp_path, monkeypatch) == 128 + signal.SIGTERM
+
+
+def test_a_run_that_a_sign_of_trouble_ends_stays_ended_when_its_broker_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert end_with(GONE, "train", tmp_path, monkeypatch, stopped_by=Mock()) == cli.STOPPED_BY_HEALTH

@@ -132,6 +132,13 @@ def test_of_several_steps_a_batch_only_those_that_overflow_are_left_out(tiny_mod
     assert 0.0 < result.metrics["train/grad_norm"] < 100.0
 
 
+def test_a_scale_at_which_every_gradient_rounds_to_0_grows(tiny_model: Path) -> None:
+    learner = make_learner(tiny_model, scale=LossScale(1.0, growth_interval=2))
+    tiny = with_advantages(make_batch(tiny_model), 1e-12)
+    results = [learner.train(tiny) for _ in range(2)]
+    assert [(each.updates, each.metrics["train/loss_scale"]) for each in results] == [(0, 1.0), (0, 2.0)]
+
+
 def test_a_loss_that_is_not_finite_is_not_the_scale_s_fault(tiny_model: Path) -> None:
     learner, batch = make_learner(tiny_model, max_nonfinite_steps=2), make_batch(tiny_model)
     result = learner.train(with_advantages(batch, float("inf")))

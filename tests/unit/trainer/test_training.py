@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,10 @@ def make_batch(
     made = [sampler.sample(weights, version, lambda a: float(sum(a) % 3), group_size=4) for _ in range(groups)]
     config = make_config(model, **settings)
     return prepare_batch(Batch(number=number, run_id="r", groups=made), data_settings(config))
+
+
+def of_age(batch: TrainingBatch, age: int) -> TrainingBatch:
+    return replace(batch, targets=replace(batch.targets, ages=torch.full_like(batch.targets.versions, age)))
 
 
 def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
@@ -149,6 +154,24 @@ def test_a_step_without_finite_gradient_is_skipped_counted_and_stops_after_a_few
     learner.train(poisoned(batch))
     with pytest.raises(TrainingDiverged, match="--lr"):
         learner.train(poisoned(batch))
+
+
+def test_a_finite_gradient_of_0_between_two_steps_without_parts_them(tiny_model: Path) -> None:
+    learner, batch = make_learner(tiny_model, max_nonfinite_steps=2, staleness_mask=1), make_batch(tiny_model)
+    learner.train(poisoned(batch))
+    learner.train(of_age(batch, 2))
+    learner.train(poisoned(batch))
+    with pytest.raises(TrainingDiverged):
+        learner.train(poisoned(batch))
+
+
+def test_a_loss_that_is_not_finite_counts_also_with_a_gradient_of_0(tiny_model: Path) -> None:
+    learner = make_learner(tiny_model)
+    training = learner.begin(make_batch(tiny_model))
+    gradients = learner.accumulate(training, training.mini_batches[0])
+    gradients.norm, gradients.totals["policy"] = 0.0, math.nan
+    learner.apply(gradients)
+    assert learner.finish(training).metrics["train/nonfinite"] == 1.0
 
 
 def test_the_gradient_norm_is_reported_before_clipping_and_bounds_the_step(tiny_model: Path) -> None:
@@ -279,13 +302,9 @@ def test_a_batch_whose_tokens_are_all_too_old_moves_no_weight_unless_another_ter
     """An optimizer's step on a gradient of 0 would move the weights, by momentum and weight decay."""
     learner = make_learner(tiny_model, staleness_mask=1, weight_decay=0.1, **settings)
     batch = make_batch(tiny_model)
-    fresh, old = (
-        replace(batch, targets=replace(batch.targets, ages=torch.full_like(batch.targets.versions, age)))
-        for age in (1, 2)
-    )
-    assert learner.train(fresh).updates == 1
+    assert learner.train(of_age(batch, 1)).updates == 1
     before = weights_of(learner)
-    result = learner.train(old)
+    result = learner.train(of_age(batch, 2))
     moved = any(not torch.equal(before[name], now) for name, now in weights_of(learner).items())
     assert (result.updates, moved) == ((1, True) if settings else (0, False))
     assert (result.metrics["train/skipped"], result.metrics["train/nonfinite"]) == (0.0 if settings else 1.0, 0.0)
