@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
+from uuid import UUID
 
 import pytest
 
+from atropos_api.broker import runs
 from atropos_api.client import BrokerClient
 from atropos_api.routes import ops
 from atropos_api.testing import make_memory_app, serve_in_thread, served_broker
@@ -92,8 +95,34 @@ def test_a_link_to_a_run_that_the_broker_does_not_know_shows_no_other_run(page: 
         page.wait("document.querySelector('.problem')")
         assert "knows no run run-of-another" in page.text()
         assert page.run("document.querySelectorAll('.sibling').length") == 0
+        page.run("location.hash = '#run=run-of-another&view=events'")
+        page.wait("document.querySelector('[aria-current=page]').innerText === 'Events'")
+        page.wait("document.querySelector('.problem')")
+        page.run("location.hash = '#run=run-of-another&batch=2&group=0'")
+        page.wait("document.querySelector('[aria-current=page]').innerText === 'Rollouts'")
         page.click(".problem a")
         page.wait("document.querySelectorAll('.sibling').length === 8")
+        page.open("about:blank")
+
+
+def test_a_link_that_was_opened_before_its_run_began_shows_no_other_run_and_then_that_run(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served_broker() as own, BrokerClient(own) as client:
+        first = begin_demo(client, 1, name="first")
+        client.finish_run(first.run.run_id, epoch=first.run.epoch)
+        second = begin_demo(client, 1, name="second")
+        monkeypatch.setattr(runs, "uuid", SimpleNamespace(uuid4=lambda: UUID(int=7)))
+        show(page, own, "#run=run-000000000000")
+        page.wait(f"{STATE} === 'live'")
+        client.finish_run(second.run.run_id, epoch=second.run.epoch)
+        picker = "document.getElementById('runs')"
+        page.wait(f"{picker}.textContent.includes('second (finished')")
+        assert page.run(f"{picker}.value") == ""
+        assert "knows no run" in page.text()
+        third = begin_demo(client, 1, name="third")
+        page.wait(f"{STEPS} === 1")
+        assert page.run(f"{picker}.value") == third.run.run_id == "run-000000000000"
         page.open("about:blank")
 
 
