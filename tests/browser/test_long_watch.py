@@ -151,6 +151,8 @@ def test_steps_of_a_run_resumed_while_events_were_missed_are_read_again(page: Pa
         show(page, own)
         page.wait(f"{STEPS} === 6")
         page.wait(f"{STATE} === 'live'")
+        plot = "document.querySelector('.chart').chart.plot"
+        page.run(f"{plot}.setScale('x', {{min: 5, max: 6}})")
         page.run(HIDDEN.format("true") + CHANGED)
         client.begin_run(
             RunRequest(name="gsm8k-1.5b", batch_size=32, max_token_length=512, num_steps=200, resume=True,
@@ -160,6 +162,7 @@ def test_steps_of_a_run_resumed_while_events_were_missed_are_read_again(page: Pa
             app.context.broker.state.events.add("policy", run_id=demo.run.run_id, version=number, step=number)
         page.run(HIDDEN.format("false") + CHANGED)
         page.wait(f"{STEPS} === 3")
+        assert page.run(f"{plot}.scales.x.max") == 3, "no step is left of the part that a reader had zoomed into"
         page.open("about:blank")
 
 
