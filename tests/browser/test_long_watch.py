@@ -16,7 +16,7 @@ from atropos_api.testing import make_memory_app, serve_in_thread, served_broker
 from atropos_api.wire import EnvironmentRequest, RunRequest
 from atropos_api.wire.reports import HealthSign, RunReport
 
-from .chromium import Browser, Page
+from .chromium import WAIT_SECONDS, Browser, Page
 from .demo_run import begin_demo
 from .test_page import show
 
@@ -32,6 +32,14 @@ def asked(page: Page, part: str) -> list[str]:
     return [one for one in page.requests if part in one]
 
 
+def until_asked(page: Page, part: str) -> None:
+    """Return once the page has requested an address with `part` in it."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not asked(page, part):
+        assert time.monotonic() < deadline, f"no request of {part}"
+        time.sleep(0.03)
+
+
 def test_a_tab_that_joins_twice_in_a_moment_opens_one_stream(page: Page) -> None:
     """As where the tick of a tab that was hidden is due when it is shown: each stream is one of six connections."""
     with served_broker() as own, BrokerClient(own) as client:
@@ -41,8 +49,8 @@ def test_a_tab_that_joins_twice_in_a_moment_opens_one_stream(page: Page) -> None
         page.run(HIDDEN.format("true") + CHANGED)
         page.requests.clear()
         page.run(HIDDEN.format("false") + CHANGED + CHANGED)
-        page.wait(f"{STATE} === 'live'")
-        time.sleep(1.5)
+        until_asked(page, "/v1/events?")
+        time.sleep(1.5)  # three times as long as a join waits for an answer
         assert len(asked(page, "/v1/events?")) == 1
         page.open("about:blank")
 
@@ -70,10 +78,14 @@ def test_in_a_quiet_broker_the_durations_go_on_and_the_connection_stays_live(
         heard = "document.querySelector('tbody tr').innerText"
         before = page.wait(heard)
         page.wait(f"{heard} !== {before!r}")
-        page.run("{ const now = Date.now; let skew = 0; setInterval(() => (skew += 30000), 1500); "
-                 "Date.now = () => now() + skew }")  # fmt: skip
-        time.sleep(4.0)
+        page.requests.clear()
+        page.run("{ const now = Date.now; window.skew = 0; Date.now = () => now() + window.skew }")
+        for _ in range(3):  # half a minute between a status and the next, of the 40 s that a stream may be silent
+            before = page.run(f"(() => {{ window.skew += 30000; return {heard} }})()")
+            page.wait(f"{heard} !== {before!r}")
+            time.sleep(1.1)  # once a second the page looks at how long the stream has been silent
         assert page.run(STATE) == "live"
+        assert asked(page, "/v1/events?") == [], "the stream was opened again"
         page.open("about:blank")
 
 
