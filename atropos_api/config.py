@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Literal
@@ -9,7 +10,6 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from atropos_api.broker import BrokerSettings
-from atropos_api.common.files import expand_home
 from atropos_api.common.observability import LogForm, TracesEndpoint
 from atropos_api.common.secrets import SECRET
 
@@ -68,7 +68,8 @@ class AddressOptions(BaseModel):
         scheme, found, _ = value.partition("://")
         if not value or "\0" in value or (found and scheme not in {"redis", "rediss"}):
             raise ValueError("name a directory, say memory, or give the URL of a Redis (redis://host:port/database)")
-        return value if found else str(expand_home(value))
+        # Path would take ./memory for the word memory, and then nothing would be on the disk.
+        return value if found else os.path.expanduser(value)  # noqa: PTH111
 
     @field_validator("token")
     @classmethod

@@ -136,10 +136,12 @@ class Activity:
     def rates(self, totals: Totals) -> Totals | None:
         """Return the rates per second over the last half minute; None until two samples are a second apart."""
         samples = self._samples
+        if len(samples) > 1 and samples[-1].time - samples[-2].time < RATE_SECONDS <= totals.time - samples[-1].time:
+            samples.clear()  # the mean since its watchers left, perhaps over a night, is not the rate of now
         if not samples or totals.time - samples[-1].time >= SAMPLE_SECONDS or totals.time < samples[-1].time:
             samples.append(totals)
         while len(samples) > 1:
-            # If nobody watched between the two, the mean over that time, perhaps a night, is not the rate of now.
+            # A caller that comes less often is told the mean since its call before; a watcher after it is not.
             was_watched = samples[1].time - samples[0].time < RATE_SECONDS
             if totals.time - samples[1].time < (RATE_SECONDS if was_watched else SAMPLE_SECONDS):
                 break

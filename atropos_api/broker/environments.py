@@ -151,7 +151,9 @@ class Environments:
             row = self.find(environment_id)
             if row is not None:
                 known = row.outcomes_in(run_id)
-                outcomes = OutcomesRow(run_id=run_id, groups={**known, outcome: known.get(outcome, 0) + sign * number})
+                # The counts of all but the newest runs are forgotten, and groups of such a run may be taken back.
+                count = max(0, known.get(outcome, 0) + sign * number)
+                outcomes = OutcomesRow(run_id=run_id, groups={**known, outcome: count})
                 former = _before(run_id, row.former_outcomes, row.outcomes)
                 changed = msgspec.structs.replace(row, outcomes=outcomes, former_outcomes=former)
                 self._ledger.put_environment(changed)

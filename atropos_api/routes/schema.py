@@ -15,6 +15,7 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.routing import BaseRoute
 
 from atropos_api.http.request import JSON, LONGEST_KEY, LONGEST_WAIT_SECONDS
+from atropos_api.http.streaming import LONG_WAIT_SECONDS, SHARED_END_SECONDS
 from atropos_api.store.base import Event
 from atropos_api.wire.groups import Group
 
@@ -144,7 +145,8 @@ WRITES: Final = ("store-unavailable",)
 WAIT: Final = in_query(
     "wait",
     {"type": "number", "minimum": 0, "default": 0},
-    f"Seconds to wait for a change, or for a batch; at most {LONGEST_WAIT_SECONDS:.0f}",
+    f"Seconds to wait for a change, or for a batch; at most {LONGEST_WAIT_SECONDS:.0f}. A wait of "
+    f"{LONG_WAIT_SECONDS:.0f} or more may end up to {SHARED_END_SECONDS:g} s early",
 )
 
 RUN_ID: Final = in_query("run_id", TEXT_SCHEMA, "The caller's run; if another one is open, the call is refused")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
+from uuid import UUID
 
 import pytest
 
+from atropos_api.broker import runs
 from atropos_api.client import BrokerClient
 from atropos_api.routes import ops
 from atropos_api.testing import make_memory_app, serve_in_thread, served_broker
 from atropos_api.wire import EnvironmentRequest, RunRequest
 from atropos_api.wire.reports import HealthSign, RunReport
 
-from .chromium import Browser, Page
+from .chromium import WAIT_SECONDS, Browser, Page
 from .demo_run import begin_demo
 from .test_page import show
 
@@ -29,6 +32,14 @@ def asked(page: Page, part: str) -> list[str]:
     return [one for one in page.requests if part in one]
 
 
+def until_asked(page: Page, part: str) -> None:
+    """Return once the page has requested an address with `part` in it."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not asked(page, part):
+        assert time.monotonic() < deadline, f"no request of {part}"
+        time.sleep(0.03)
+
+
 def test_a_tab_that_joins_twice_in_a_moment_opens_one_stream(page: Page) -> None:
     """As where the tick of a tab that was hidden is due when it is shown: each stream is one of six connections."""
     with served_broker() as own, BrokerClient(own) as client:
@@ -38,8 +49,8 @@ def test_a_tab_that_joins_twice_in_a_moment_opens_one_stream(page: Page) -> None
         page.run(HIDDEN.format("true") + CHANGED)
         page.requests.clear()
         page.run(HIDDEN.format("false") + CHANGED + CHANGED)
-        page.wait(f"{STATE} === 'live'")
-        time.sleep(1.5)
+        until_asked(page, "/v1/events?")
+        time.sleep(1.5)  # three times as long as a join waits for an answer
         assert len(asked(page, "/v1/events?")) == 1
         page.open("about:blank")
 
@@ -67,10 +78,14 @@ def test_in_a_quiet_broker_the_durations_go_on_and_the_connection_stays_live(
         heard = "document.querySelector('tbody tr').innerText"
         before = page.wait(heard)
         page.wait(f"{heard} !== {before!r}")
-        page.run("{ const now = Date.now; let skew = 0; setInterval(() => (skew += 30000), 1500); "
-                 "Date.now = () => now() + skew }")  # fmt: skip
-        time.sleep(4.0)
+        page.requests.clear()
+        page.run("{ const now = Date.now; window.skew = 0; Date.now = () => now() + window.skew }")
+        for _ in range(3):  # half a minute between a status and the next, of the 40 s that a stream may be silent
+            before = page.run(f"(() => {{ window.skew += 30000; return {heard} }})()")
+            page.wait(f"{heard} !== {before!r}")
+            time.sleep(1.1)  # once a second the page looks at how long the stream has been silent
         assert page.run(STATE) == "live"
+        assert asked(page, "/v1/events?") == [], "the stream was opened again"
         page.open("about:blank")
 
 
@@ -92,8 +107,34 @@ def test_a_link_to_a_run_that_the_broker_does_not_know_shows_no_other_run(page: 
         page.wait("document.querySelector('.problem')")
         assert "knows no run run-of-another" in page.text()
         assert page.run("document.querySelectorAll('.sibling').length") == 0
+        page.run("location.hash = '#run=run-of-another&view=events'")
+        page.wait("document.querySelector('[aria-current=page]').innerText === 'Events'")
+        page.wait("document.querySelector('.problem')")
+        page.run("location.hash = '#run=run-of-another&batch=2&group=0'")
+        page.wait("document.querySelector('[aria-current=page]').innerText === 'Rollouts'")
         page.click(".problem a")
         page.wait("document.querySelectorAll('.sibling').length === 8")
+        page.open("about:blank")
+
+
+def test_a_link_that_was_opened_before_its_run_began_shows_no_other_run_and_then_that_run(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served_broker() as own, BrokerClient(own) as client:
+        first = begin_demo(client, 1, name="first")
+        client.finish_run(first.run.run_id, epoch=first.run.epoch)
+        second = begin_demo(client, 1, name="second")
+        monkeypatch.setattr(runs, "uuid", SimpleNamespace(uuid4=lambda: UUID(int=7)))
+        show(page, own, "#run=run-000000000000")
+        page.wait(f"{STATE} === 'live'")
+        client.finish_run(second.run.run_id, epoch=second.run.epoch)
+        picker = "document.getElementById('runs')"
+        page.wait(f"{picker}.textContent.includes('second (finished')")
+        assert page.run(f"{picker}.value") == ""
+        assert "knows no run" in page.text()
+        third = begin_demo(client, 1, name="third")
+        page.wait(f"{STEPS} === 1")
+        assert page.run(f"{picker}.value") == third.run.run_id == "run-000000000000"
         page.open("about:blank")
 
 
@@ -122,6 +163,8 @@ def test_steps_of_a_run_resumed_while_events_were_missed_are_read_again(page: Pa
         show(page, own)
         page.wait(f"{STEPS} === 6")
         page.wait(f"{STATE} === 'live'")
+        plot = "document.querySelector('.chart').chart.plot"
+        page.run(f"{plot}.setScale('x', {{min: 5, max: 6}})")
         page.run(HIDDEN.format("true") + CHANGED)
         client.begin_run(
             RunRequest(name="gsm8k-1.5b", batch_size=32, max_token_length=512, num_steps=200, resume=True,
@@ -131,6 +174,7 @@ def test_steps_of_a_run_resumed_while_events_were_missed_are_read_again(page: Pa
             app.context.broker.state.events.add("policy", run_id=demo.run.run_id, version=number, step=number)
         page.run(HIDDEN.format("false") + CHANGED)
         page.wait(f"{STEPS} === 3")
+        assert page.run(f"{plot}.scales.x.max") == 3, "no step is left of the part that a reader had zoomed into"
         page.open("about:blank")
 
 

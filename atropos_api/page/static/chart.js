@@ -39,14 +39,14 @@ export class Chart {
     this.lines = lines;
     const data = dataOf(lines);
     if (!same) this.draw(data);
-    else if (this.isZoomed()) {
+    else if (this.isZoomed() && this.plot.scales.x.min <= data[0].at(-1)) {
       this.plot.setData(data, false);
       this.plot.redraw();
     } else this.plot.setData(data);
     this.describe();
   }
 
-  /** True if a reader has dragged a part of the steps into view: new steps leave it as it is. */
+  /** True if a reader has dragged a part of the steps into view: new steps leave it as it is, unless a resume has removed all of it. */
   isZoomed() {
     const { min, max } = this.plot.scales.x;
     return min > this.plot.data[0][0] || max < this.plot.data[0].at(-1);

@@ -43,7 +43,7 @@ async function open() {
   const container = h("div", { class: `view view-${route.view}` });
   fill(main, container);
   const run = runOf(store, route);
-  document.getElementById("runs").value = run ? run.run_id : "";
+  markRun(run);
   const shared = { container, store, source, cache, run, route, environments, signs, panels: store.get("panels") || [], onProblem: problem };
   try {
     const opened = await viewOf(route.view, shared);
@@ -56,8 +56,8 @@ async function open() {
 
 function viewOf(view, shared) {
   if (view === "parts") return showParts(shared);
-  if (view === "events") return showEvents(shared);
   if (shared.route.run && !shared.run) return fill(shared.container, unknownRun(shared.route)) && {};
+  if (view === "events") return showEvents(shared);
   if (view === "overview" || !(view in VIEWS || view === "group")) return showOverview(shared);
   if (!shared.run) return fill(shared.container, h("p", { class: "note" }, "No run has begun yet.")) && {};
   return { curves: showCurves, rollouts: showRollouts, group: showGroup }[view](shared);
@@ -97,6 +97,11 @@ function markView(view) {
   const current = view === "group" ? "rollouts" : view;
   const { run } = parseHash(location.hash);
   fill(document.getElementById("views"), Object.entries(VIEWS).map(([name, title]) => h("a", { href: hashOf({ view: name, run }), "aria-current": name === current ? "page" : null }, title)));
+}
+
+/** Choose a run among those on offer, or none: the address may name one that is not known. */
+function markRun(run) {
+  document.getElementById("runs").value = run ? run.run_id : "";
 }
 
 function showHead(status) {
@@ -159,9 +164,14 @@ async function runsChanged({ type, data }) {
   if (type === "run-began" && !parseHash(location.hash).run) await open();
 }
 
+/** Read the runs again; a view whose run was not known until now is opened. */
 async function readRuns() {
   try {
-    takeRuns((await source.get("v1/runs")).runs);
+    const { runs } = await source.get("v1/runs");
+    const route = parseHash(location.hash);
+    const wasUnknown = route.run && !runOf(store, route);
+    takeRuns(runs);
+    if (wasUnknown && runOf(store, route)) await open();
   } catch (error) {
     problem(error);
   }
@@ -172,8 +182,8 @@ function takeRuns(runs) {
   store.set("runs", runs);
   const picker = document.getElementById("runs");
   picker.hidden = runs.length < 2;
-  const route = parseHash(location.hash);
-  fill(picker, runs.slice(0, 50).map((run) => h("option", { value: run.run_id, selected: run.run_id === route.run }, `${visible(run.name)} (${run.state}, ${run.run_id.slice(-6)})`)));
+  fill(picker, runs.slice(0, 50).map((run) => h("option", { value: run.run_id }, `${visible(run.name)} (${run.state}, ${run.run_id.slice(-6)})`)));
+  markRun(runOf(store, parseHash(location.hash)));
 }
 
 let refreshing = null;

@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from atropos_api.client import AsyncBrokerClient, BrokerClient, BrokerRefused
-from atropos_api.http.streaming import SHARED_END_SECONDS
 from atropos_api.testing import served_broker
 from atropos_api.wire import PolicyUpdate, RunRequest, ServerReport
 from benchmarks.broker import servers
@@ -73,22 +72,6 @@ def test_a_wait_is_answered_with_the_state_unchanged_when_its_time_is_over(clien
     began = time.monotonic()
     assert client.renew_server("a", report(), state="joining", wait_seconds=0.3).state == "joining"
     assert 0.3 <= time.monotonic() - began < 5
-
-
-def test_long_waits_that_began_apart_end_together_and_never_late(pool):
-    """Their answers share a wake-up of the broker, which costs half of one each."""
-
-    def wait(client, number):
-        time.sleep(number * 0.02)
-        began = time.monotonic()
-        client.renew_server(f"s{number}", report(number), state="joining", wait_seconds=2.5)
-        return began, time.monotonic()
-
-    with served_broker(server_lease=60.0) as url, BrokerClient(url) as client:
-        time.sleep(SHARED_END_SECONDS - time.monotonic() % SHARED_END_SECONDS)
-        began, ended = zip(*pool.map(lambda number: wait(client, number), range(4)), strict=True)
-    assert max(end - begin for begin, end in zip(began, ended, strict=True)) < 2.6
-    assert max(ended) - min(ended) < max(began) - min(began)
 
 
 def test_followers_get_the_whole_set_once_it_changes(client, pool):

@@ -40,7 +40,7 @@ def test_the_first_rates_after_a_night_without_watchers_are_those_of_now() -> No
     assert rates is not None
     assert rates.groups == 1.0
     night = 36_000.0
-    activity.rates(Totals(night, groups=30_000.0))
+    assert activity.rates(Totals(night, groups=30_000.0)) is None, "the mean over the night is not the rate of now"
     rates = activity.rates(Totals(night + 2.0, groups=30_000.0))
     assert rates is not None
     assert rates.groups == 0.0, "it stands still since long before"

@@ -5,6 +5,7 @@ import pytest
 
 from atropos_api.broker.status import describe_status
 from atropos_api.errors import ItemCallIsOver, UnknownEnvironment, UnknownRun
+from atropos_api.store.base import OutcomesRow
 from atropos_api.wire import ItemRequest
 from atropos_api.wire.messages import ITEM_KEY, item_key
 
@@ -257,6 +258,15 @@ def test_a_run_that_is_resumed_after_another_goes_on_with_its_counts(broker, env
     broker.restart()
     broker.begin(resume=True, resume_from_batch=point)
     assert (shown(broker, env).items.drawn, outcomes_of(broker, env)) == (len(first), {"trained": trained})
+
+
+@pytest.mark.parametrize("broker", [{"keep_batches": 5}], indirect=True)
+def test_the_counts_of_a_run_that_were_forgotten_do_not_fall_below_zero(broker, env):
+    train(broker, env, 1, 2)
+    broker.begin(name="another")
+    broker.inner.state.environments.get(env).outcomes = OutcomesRow()
+    broker.begin(resume=True, resume_from_batch=0)
+    assert outcomes_of(broker, env) == {"trained": 0}
 
 
 def test_a_group_that_is_meant_for_an_ended_run_is_left_over_of_it_and_never_trained_in_the_next(broker, env):

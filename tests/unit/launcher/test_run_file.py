@@ -79,6 +79,14 @@ def test_a_home_directory_is_found_in_every_place_for_a_file_and_none_is_made_of
     assert environment.data_dir_to_save_evals == str(tmp_path / "evals")
 
 
+def test_a_directory_is_not_taken_for_the_word_that_stands_for_something_else() -> None:
+    """The store of `--store ./memory` was in memory: nothing of it was on the disk."""
+    for directory in ("./memory", "memory/"):
+        assert BrokerConfig(store=directory).store == directory
+    trainer = read_settings(["--model-name", "m", "--run-dir", "r", "--resume", "./auto"]).trainer
+    assert trainer.resume == "./auto"
+
+
 def test_flags_lie_over_files_and_later_files_over_earlier_ones(run_file: str, tmp_path: Path) -> None:
     second = tmp_path / "second.yaml"
     second.write_text("trainer: {training_steps: 7}\nenv: {max_token_length: 32}\n")
