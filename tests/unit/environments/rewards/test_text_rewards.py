@@ -14,7 +14,7 @@ from environments.rewards import (
     TargetLengthReward,
 )
 from environments.rewards.answers import final_answer, first_number, inside_tag, last_boxed, last_number
-from environments.rewards.math import r1_answer
+from environments.rewards.math import marked_number, r1_answer
 from environments.rewards.protocol import GoldUnparsable, RewardUnusable, SampleIncomplete
 
 
@@ -110,6 +110,15 @@ def test_the_final_answer_is_looked_for_after_the_thinking():
     assert final_answer("<answer>3</answer></answer> <answer>4") == "4"
     assert final_answer("work\n#### 12 eggs\nbye") == "12 eggs"
     assert inside_tag("no tag", "answer") is None
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [r"I put it in \boxed{}.", r"It is in \boxed form.", r"\boxed{\text{Natalia}}", r"$\boxed{x}$", r"\fbox{Done}"],
+)
+def test_a_box_without_a_number_does_not_replace_the_number_after_the_hashes(rest):
+    assert GSM8kReward().score(f"#### 72\n\n{rest}", "72").correct
+    assert marked_number(rest) is None
 
 
 def test_gsm8k_scores_right_marked_and_unmarked_answers():
