@@ -215,6 +215,11 @@ class BaseEnvConfig(BaseModel):
         """Return the number of rollouts that a group of this size needs to be closed."""
         return min(self.least_members or math.ceil(0.75 * group_size), group_size)
 
+    @property
+    def will_evaluate(self) -> bool:
+        """True if a run with these settings is evaluated."""
+        return self.steps_per_eval > 0 or self.eval_at_start or self.eval_at_end
+
     def check_names(self) -> None:
         """Raise an `AtroposError` for a name or file in these settings that does not exist; a launch ends with it."""
 

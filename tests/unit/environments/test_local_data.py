@@ -66,3 +66,19 @@ async def test_no_question_of_a_file_is_both_trained_and_evaluated_on(cls, tmp_p
         assert all(item.question.endswith("+ 1?") for item in env.held_out)
     finally:
         await env.aclose()
+
+
+@pytest.mark.parametrize("cls", [ArithmeticEnv, GSM8kEnv, MathZeroEnv], ids=lambda cls: cls.name)
+async def test_a_run_that_is_not_evaluated_trains_on_the_whole_file(cls, tmp_path, tokenizer_folder):
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps({"question": "What is 1 + 1?", "answer": "2"}))
+    flags = ["--env.steps_per_eval=0", "--env.eval_at_start=false", "--env.eval_at_end=false"]
+    flags += [f"--env.data_path={path}", f"--env.tokenizer_name={tokenizer_folder}"]
+    command = read_command(cls, "serve", flags)
+    env = cls(command.env, command.servers)
+    try:
+        await env.setup()
+        assert (await env.get_next_item()).question == "What is 1 + 1?"
+        assert not env.held_out
+    finally:
+        await env.aclose()
