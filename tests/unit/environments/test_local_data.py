@@ -82,3 +82,19 @@ async def test_a_run_that_is_not_evaluated_trains_on_the_whole_file(cls, tmp_pat
         assert not env.held_out
     finally:
         await env.aclose()
+
+
+async def test_math_holds_out_no_question_since_its_evaluation_sets_are_others(tmp_path, tokenizer_folder):
+    train, test = tmp_path / "train.jsonl", tmp_path / "other.jsonl"
+    train.write_text("\n".join(json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in range(40)))
+    test.write_text(json.dumps({"question": "What is 1 + 1?", "answer": "2"}))
+    flags = [f"--env.data_path={train}", f"--env.tokenizer_name={tokenizer_folder}"]
+    flags += ["--env.eval_sets=amc23", f"--env.amc23={test}"]
+    command = read_command(MathZeroEnv, "serve", flags)
+    env = MathZeroEnv(command.env, command.servers)
+    try:
+        await env.setup()
+        assert len({(await env.get_next_item()).question for _ in range(40)}) == 40
+        assert [item.question for item in env.held_out] == ["What is 1 + 1?"]
+    finally:
+        await env.aclose()
