@@ -42,7 +42,8 @@ from environments.rewards.protocol import (
 )
 
 _CALCULATION = re.compile(
-    r"\d\s*(?:[-+*/×·÷x]|\\(?:times|cdot|div)(?![a-zA-Z]))\s*\\?\$?\d|\d(?:!|\^(?!\{?\\circ)|\(-?\d)|\\(?:[dt]?frac|sqrt)"
+    r"\d\s*(?:[-+*/×·÷x]|\\(?:times|cdot|div)(?![a-zA-Z]))\s*\\?\$?\d"
+    r"|\d!\s*(?:[-+*/×·÷$)!]|\\|$)|\d\^[{(]{0,2}-?\d|\d\(-?\d[\d\s.,%+*/×·÷^-]*\)|\\(?:[dt]?frac|sqrt)"
 )
 """A calculation before the last `=`, after which is its result; of `2 h = 120 min` the first number is the answer."""
 

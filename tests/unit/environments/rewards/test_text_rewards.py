@@ -134,13 +134,19 @@ def test_gsm8k_scores_right_marked_and_unmarked_answers():
     assert reward.score("#### Final answer\n\\boxed{7}", "7").correct
     assert reward.score("#### 4\n\\boxed{7}", "4").correct is False
     assert reward.score("\\boxed{4}\n#### 7", "7").correct
-    for calculation in ("5 + 3", "2^3", "2(4)", r"\sqrt{64}"):
+    for calculation in ("5 + 3", "2^3", "2^{3}", "2(4)", "2(1 + 3)", "(4!)/3", "8 $= 4!$ / 3", r"\sqrt{64}"):
         assert reward.score(f"#### {calculation} = 8", "8").correct
     assert reward.score(r"\boxed{2 \times 9 = 18}", "2").correct is False
     assert reward.score("#### 8 =", "8").correct
     for marked in (
         "120 minutes = 2 hours",
         r"120^\circ = 2\pi/3",
+        r"120^{ \circ} = 2\pi/3",
+        r"120^o = 2\pi/3",
+        "120^{th} place = 5",
+        "120(40 per side, perimeter = 480)",
+        "120(10 dozen = 5)",
+        "120! n = 5",
         "$120 = 200 - 80",
         "120 (x = 3)",
         r"\boxed{120 \text{ when } n = 5}",
