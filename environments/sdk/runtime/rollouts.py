@@ -332,7 +332,7 @@ class RolloutRunner:
                     await self._env.cleanup()
             if scope.cancelled_caught:
                 logger.warning(
-                    "cleanup is cut off %g s after the end of the run cancelled its rollout, of item %.200r",
+                    "cleanup is cut off %g s after the cancellation of its rollout, of item %.200r",
                     CLEANUP_SECONDS,
                     drawn.item,
                 )

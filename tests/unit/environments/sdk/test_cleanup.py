@@ -62,7 +62,7 @@ async def test_a_cleanup_that_does_not_end_keeps_no_environment_from_its_end(tmp
         env.collects, env.cleanup_seconds = collects, 3
         await run_of(env, cancel=True)
     assert not env.cleaned
-    assert "cleanup is cut off 0.05 s after the end of the run cancelled its rollout, of item 1" in caplog.text
+    assert "cleanup is cut off 0.05 s after the cancellation of its rollout, of item 1" in caplog.text
 
 
 async def test_a_cleanup_has_no_limit_while_its_rollout_is_not_cancelled(tmp_path, monkeypatch):
