@@ -2,10 +2,11 @@
 
     python environments/arithmetic_server.py serve --env.task chain --env.tokenizer_name MODEL_FOLDER
 
-A rollout earns 1 for the right number after `####` and 0 otherwise. Evaluation is greedy, on 200 held-out problems.
+A rollout earns 1 for the right number after `####` and 0 otherwise. Evaluation is greedy, on `eval_problems` problems
+at most, none of which is trained on.
 
 Data: problems are generated on demand from `seed` and never run out; `data_path` or `dataset_name` replaces them, those
-of evaluations too.
+of evaluations too: its test data, or else `held_out_share` of it.
 """
 
 from __future__ import annotations
@@ -83,16 +84,22 @@ class ArithmeticEnv(BaseEnv):
 
     async def setup(self) -> None:
         config = self.config
+        will_evaluate = not self.process_mode and config.will_evaluate
         self.problems: Iterator[Problem | WordProblem] = problem_stream(config.task, seed=config.seed)
-        self.held_out: Sequence[Problem | WordProblem] = held_out_problems(config.task, config.eval_problems)
+        self.held_out: Sequence[Problem | WordProblem] = ()
         if config.has_data and not self.evaluation_only:
-            load = partial(config.training_questions, hold_out=not self.process_mode)
+            load = partial(config.training_questions, hold_out=will_evaluate)
             questions = await run_blocking(load, about="the training questions")
             self.problems = endless_draws(as_word_problems(questions), config.seed)
-        if not self.process_mode and (config.has_data or config.val_data_path is not None):
-            load = partial(config.evaluation_questions, trains=not self.evaluation_only)
-            questions = await run_blocking(load, about="the evaluation questions")
-            self.held_out = as_word_problems(questions)[: config.eval_problems]
+        if self.evaluation_only or will_evaluate:
+            self.held_out = await run_blocking(self.load_held_out, about="the evaluation questions")
+
+    def load_held_out(self) -> Sequence[Problem | WordProblem]:
+        config = self.config
+        if not config.has_data and config.val_data_path is None:
+            return held_out_problems(config.task, config.eval_problems)
+        questions = config.evaluation_questions(trains=not self.evaluation_only)
+        return as_word_problems(questions)[: config.eval_problems]
 
     async def get_next_item(self) -> Problem | WordProblem:
         return next(self.problems)
@@ -114,7 +121,7 @@ class ArithmeticEnv(BaseEnv):
         return grade(text, item.answer)
 
     def gold_items(self) -> Iterable[GoldItem]:
-        for problem in self.held_out:
+        for problem in self.held_out or self.load_held_out():
             wrong = (final_line(problem.answer + 1), str(problem.answer), "")
             yield GoldItem(problem, final_line(problem.answer), wrong, name=problem.question)
 

@@ -69,6 +69,9 @@ class MathZeroEnvConfig(QuestionEnvConfig):
     def check_names(self) -> None:
         load_template(self.prompt_template)
 
+    def _has_no_test_data(self) -> bool:
+        return False  # the evaluation sets are the test data, so that no share of the training data is held out
+
     @field_validator("eval_sets")
     @classmethod
     def _known(cls, names: list[str]) -> list[str]:

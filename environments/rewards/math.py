@@ -42,7 +42,8 @@ from environments.rewards.protocol import (
 )
 
 _CALCULATION = re.compile(
-    r"\d\s*(?:[-+*/×·÷x]|\\(?:times|cdot|div)(?![a-zA-Z]))\s*\\?\$?\d|\d(?:!|\^(?!\{?\\circ)|\(-?\d)|\\(?:[dt]?frac|sqrt)"
+    r"\d\s*(?:[-+*/×·÷x]|\\(?:times|cdot|div)(?![a-zA-Z]))\s*\\?\$?\d"
+    r"|\d!\s*(?:[-+*/×·÷$)!]|\\|$)|\d\^[{(]{0,2}-?\d|\d\(-?\d[\d\s.,%+*/×·÷^-]*\)|\\(?:[dt]?frac|sqrt)"
 )
 """A calculation before the last `=`, after which is its result; of `2 h = 120 min` the first number is the answer."""
 
@@ -166,10 +167,11 @@ class GSM8kReward(SampleReward):
 
 
 def marked_number(text: str) -> Fraction | None:
-    r"""Return the number after the last `####`, or in the last `\boxed{}` if none follows that; None for no number."""
+    r"""Return the number in the last `\boxed{}` after the last `####`, else the one after `####`; None for none."""
     text = after_thinking(text)
     boxed = last_boxed(text.rpartition(HASHES)[2])
-    marked = after_hashes(text) if boxed is None else boxed
+    # Prose after the answer, as in `#### 72`, "which I put in \boxed{}", may name a box that marks no number.
+    marked = after_hashes(text) if boxed is None or first_number(boxed) is None else boxed
     if marked is None:
         return None
     calculation, _, result = marked.rpartition("=")

@@ -59,11 +59,14 @@ _RAISED = re.compile(r"(?<=[\w)}\]])[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,20}
 """A power in raised digits, of which math-verify would read only the base."""
 _TOP = re.compile(r"\^\s?(?:\\top(?![a-zA-Z])|\{\s?\\top\s?\})")
 _POWER_T = re.compile(
-    r"((?<![_\d.^])\d{1,20}(?:\.\d{1,20})?|(?<![\\_])e|\\(?:int|sum|prod)(?:\\limits)?\s?_(?:\{[^{}]{1,40}\}|\w))"
+    r"((?<![_\d.^])\d{1,20}(?:\.\d{1,20})?|(?<![\\_])e|\\(?:int|sum|prod)(?:\\limits)?\s?_(?:\{[^{}]{1,40}\}|\w)"
+    r"|(?<![_^])\{\d{1,20}(?:\.\d{1,20})?\}"
+    r"|[(\[](?![^()]{0,80}\d\s+\d)(?:[-+*/.e\d{}\s]|\\(?:[dt]?frac|sqrt|cdot|times|right)(?![a-zA-Z])){1,80}[)\]])"
     r"\s?\^\s?(?:T|\{\s?T\s?\})",
     re.ASCII,
 )
-"""A number with the power T, or a lower bound with the upper bound T: math-verify would read `2^T` as 2, transposed."""
+"""A number with the power T, also in braces or brackets, or a lower bound with the upper bound T: math-verify would
+read `2^T` as 2, transposed. A row of numbers in brackets is transposed."""
 _FACTOR = re.compile(
     r"(?:(?<![\w.^\\])\d{1,20}(?:\.\d{1,20})?|(?<![a-zA-Z_.^\\])\(-?\d{1,20}(?:\.\d{1,20})?\))"
     r"(?=\s{0,4}(?:\\left\s?)?\(\s?[-\d\\])",

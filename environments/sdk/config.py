@@ -25,7 +25,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    PrivateAttr,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -189,10 +188,6 @@ class BaseEnvConfig(BaseModel):
     metrics_host: MetricsHost = "127.0.0.1"
     otlp_traces_endpoint: TracesEndpoint = None
 
-    _configured_group_size: int = PrivateAttr(0)
-    """The `group_size` before the first step of the schedule: while an environment serves, the field has the current
-    one."""
-
     @field_validator("data_path_to_save_groups", "data_dir_to_save_evals")
     @classmethod
     def _find_home(cls, value: str | None) -> str | None:
@@ -208,29 +203,32 @@ class BaseEnvConfig(BaseModel):
     def _needs_members_it_can_have(self) -> Self:
         if self.least_members > self.group_size:
             raise ValueError(f"least_members {self.least_members} is more than group_size {self.group_size}; lower it")
-        self._configured_group_size = self.group_size
         return self
 
     def least_members_of(self, group_size: int) -> int:
         """Return the number of rollouts that a group of this size needs to be closed."""
         return min(self.least_members or math.ceil(0.75 * group_size), group_size)
 
+    @property
+    def will_evaluate(self) -> bool:
+        """True if a run with these settings is evaluated."""
+        return self.steps_per_eval > 0 or self.eval_at_start or self.eval_at_end
+
     def check_names(self) -> None:
         """Raise an `AtroposError` for a name or file in these settings that does not exist; a launch ends with it."""
 
-    def group_size_at(self, step: int) -> int:
-        """Return the group size at a trainer step, from the schedule if there is one."""
-        due = [size for start, size in self._schedule() if start <= step]
+    def group_size_at(self, step: int, first_size: int) -> int:
+        """Return the group size at a trainer step; a schedule that begins later has `first_size` before."""
+        due = [size for start, size in self._schedule(first_size) if start <= step]
         return due[-1] if due else self.group_size
 
-    @property
-    def scheduled_sizes(self) -> frozenset[int]:
-        return frozenset(size for _, size in self._schedule())
+    def scheduled_sizes(self, first_size: int) -> frozenset[int]:
+        return frozenset(size for _, size in self._schedule(first_size))
 
-    def _schedule(self) -> list[tuple[int, int]]:
+    def _schedule(self, first_size: int) -> list[tuple[int, int]]:
         """Return the schedule from step 0 on; an empty list if there is none."""
         pairs = read_schedule(self.group_size_schedule)
-        return [(0, self._configured_group_size), *pairs] if pairs and pairs[0][0] > 0 else pairs
+        return [(0, first_size), *pairs] if pairs and pairs[0][0] > 0 else pairs
 
 
 def read_schedule(text: str) -> list[tuple[int, int]]:

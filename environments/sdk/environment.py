@@ -239,7 +239,7 @@ class Environment(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no score_answer")
 
     async def cleanup(self) -> None:  # noqa: B027 - most environments have nothing to clean up
-        """Clean up; called after every attempt at an item."""
+        """Clean up; called after every attempt at an item. It is cut off 1.5 s after the attempt is cancelled."""
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
         """Save the environment's state; override to call `super().save_checkpoint(step, {...})` with what a restart

@@ -110,12 +110,13 @@ class GroupRules:
     """Returns the number of rollouts that a group of a size needs; the others may be absent."""
 
     @classmethod
-    def from_config(cls, config: BaseEnvConfig, *, max_token_length: int) -> GroupRules:
+    def from_config(cls, config: BaseEnvConfig, first_size: int | None = None, *, max_token_length: int) -> GroupRules:
+        """Return the rules of a configuration, whose group size was `first_size` before a schedule replaced it."""
         return cls(
             group_size=config.group_size,
             max_token_length=max_token_length,
             ensure_scores_are_not_same=config.ensure_scores_are_not_same,
-            scheduled_sizes=config.scheduled_sizes,
+            scheduled_sizes=config.scheduled_sizes(first_size or config.group_size),
             least_members_of=config.least_members_of if config.late_members == "close" else _all_members,
         )
 

@@ -99,7 +99,8 @@ class DataFields(BaseModel):
         source = self.val_data_path or self.data_path or self.dataset_name
         if source is None:
             raise DataUnusable(
-                "there are no questions to evaluate on; set --env.val_data_path, or --env.steps_per_eval 0 for none"
+                "there are no questions to evaluate on; set --env.val_data_path, or for no evaluation "
+                "--env.steps_per_eval 0, --env.eval_at_start false and --env.eval_at_end false"
             )
         if not self._has_no_test_data() or (self.data_path is None and not trains):
             return self.load(source, "test")
@@ -131,7 +132,8 @@ class DataFields(BaseModel):
         if len(questions) < 2:
             raise DataUnusable(
                 f"{self.data_path or self.dataset_name}: it has one question, too few to hold one out for evaluation; "
-                "set --env.val_data_path, or --env.steps_per_eval 0 for no evaluation"
+                "set --env.val_data_path, or --env.steps_per_eval 0, --env.eval_at_start false and --env.eval_at_end "
+                "false for no evaluation"
             )
         chosen = set(random.Random("held out").sample(range(len(questions)), count))
         held_out = [question for index, question in enumerate(questions) if index in chosen]

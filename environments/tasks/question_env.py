@@ -200,8 +200,7 @@ class QuestionEnv(BaseEnv):
         return self.max_token_len - 1 if limited else sys.maxsize
 
     def _will_evaluate(self) -> bool:
-        config = self.config
-        return not self.process_mode and (config.steps_per_eval > 0 or config.eval_at_start or config.eval_at_end)
+        return not self.process_mode and self.config.will_evaluate
 
 
 def require_room(longest: int, prompt_tokens: int) -> int:

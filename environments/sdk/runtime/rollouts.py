@@ -233,6 +233,9 @@ EMPTY_ITEM_PAUSE_SECONDS = 0.01
 CANCELLATION_SECONDS = 60.0
 """Time that a cancelled rollout may take to end: code of an environment may clean up, or ignore the cancellation."""
 
+CLEANUP_SECONDS = 1.5
+"""Time that `cleanup` may take in a cancelled rollout. After a second signal the process exits within 2 s."""
+
 
 class RolloutRunner:
     """Runner of rollouts: it collects one item per call, and keeps the backlog of items to try next, oldest first."""
@@ -313,13 +316,27 @@ class RolloutRunner:
                         with contained():  # no time limit: a late teacher costs its logprobs, not the group
                             await self._env.handle_send_to_api(finished, drawn.item)
             finally:
-                with anyio.CancelScope(shield=True), contained():  # else a cancelled rollout's ends at its first wait
-                    await self._env.cleanup()
+                await self._clean_up(drawn)
             self.backlog.extend(more)
             if not finished and not buffer.accepted:
                 return None
             self._dispatch(drawn, buffer)
         return len(buffer.accepted)
+
+    async def _clean_up(self, drawn: DrawnItem) -> None:
+        """Run the environment's `cleanup` to its end, or for `CLEANUP_SECONDS` once the rollout is cancelled."""
+        async with anyio.create_task_group() as tasks:
+            with anyio.CancelScope(shield=True) as scope:  # else a cancelled rollout's would end at its first wait
+                tasks.start_soon(_limit_once_cancelled, scope)
+                with contained():
+                    await self._env.cleanup()
+            if scope.cancelled_caught:
+                logger.warning(
+                    "cleanup is cut off %g s after the cancellation of its rollout, of item %.200r",
+                    CLEANUP_SECONDS,
+                    drawn.item,
+                )
+            tasks.cancel_scope.cancel()
 
     @contextmanager
     def _time_limit(self, drawn: DrawnItem) -> Iterator[None]:
@@ -392,3 +409,11 @@ class RolloutRunner:
         if drawn.lease is not None and self._delivery.leases is not None:
             self._delivery.leases.drop(drawn.lease, reason)
         self._env.dropped_groups.record(Rejection(reason, one_line(why)), lambda: f"last item: {quoted(drawn.item)}")
+
+
+async def _limit_once_cancelled(scope: anyio.CancelScope) -> None:
+    """Wait for the cancellation of the scopes around `scope`, then set its deadline."""
+    try:
+        await anyio.sleep_forever()
+    finally:
+        scope.deadline = anyio.current_time() + CLEANUP_SECONDS

@@ -90,8 +90,8 @@ class EnvironmentWorker:
         self._evaluation_due = self._evaluates = False
         self._joined: tuple[str | None, int | None] | None = None
         """The run whose settings are adopted, and the number of its owner."""
-        self._log_due = False
-        self._stopping = False
+        self._log_due = self._stopping = False
+        self._first_size = 0  # group size before the first step of the schedule
 
     @property
     def metrics(self) -> EnvironmentMetrics:
@@ -127,6 +127,7 @@ class EnvironmentWorker:
         self._evaluates = evaluates(self._env)
         await prepare(self._env)
         await self._env.setup()
+        self._first_size = self._env.config.group_size  # the schedule replaces it from now on
         info = await self._broker.register()
         logger.info("registered as %s with %s", info.display_name, self._env.config.rollout_server_url)
         self._background = group
@@ -191,7 +192,7 @@ class EnvironmentWorker:
             logger.info("the run is %s now; its settings are adopted", info.run_id)
         env, self._joined = self._env, (info.pacing.run_id, info.pacing.epoch)
         env.curr_step = self._pacing.current_step
-        env.config.group_size = env.config.group_size_at(env.curr_step)
+        env.config.group_size = env.config.group_size_at(env.curr_step, self._first_size)
         env.checkpoint_dir = info.checkpoint_dir
         env.status_dict = self._status(self._pacing)
         await env.get_server_info()
@@ -202,8 +203,7 @@ class EnvironmentWorker:
     @property
     def _has_joined(self) -> bool:
         """True if the adopted settings are those of the pacing's run, under its present trainer."""
-        pacing = self._pacing
-        return pacing.run_id is None or self._joined == (pacing.run_id, pacing.epoch)
+        return self._pacing.run_id is None or self._joined == (self._pacing.run_id, self._pacing.epoch)
 
     def adopt_run_settings(self) -> None:
         """Copy the run's batch size and longest sequence to the environment."""
@@ -352,7 +352,7 @@ class EnvironmentWorker:
         """Adopt the trainer's step: checkpoints, metrics and evaluations may be due."""
         env, pacing = self._env, self._pacing
         before, env.curr_step = env.curr_step, pacing.current_step
-        env.config.group_size = env.config.group_size_at(env.curr_step)
+        env.config.group_size = env.config.group_size_at(env.curr_step, self._first_size)
         info = self._broker.info
         # Until the settings of another run are adopted, the state would be saved in the folder of the run before.
         if info is not None and self._has_joined and interval_passed(before, env.curr_step, info.checkpoint_interval):
@@ -405,7 +405,7 @@ class EnvironmentWorker:
         return describe_activity(self._open_groups, self._env.server, evaluating=self._evaluation is not None)
 
     def _rules(self) -> GroupRules:
-        return GroupRules.from_config(self._env.config, max_token_length=self._env.max_token_len)
+        return GroupRules.from_config(self._env.config, self._first_size, max_token_length=self._env.max_token_len)
 
     @property
     def _pacing(self) -> Pacing:

@@ -213,6 +213,8 @@ class PromptBuilder:
             for index, message in enumerate(chat.messages)
         ]
         text = chat.render(self._codec, messages)
+        if base.ended and text in base.texts:
+            return None  # as in `_continue_chat`: the answer is to go on after its end
         tail = base.tail_after(text)
         if tail is None:
             self._drift.record(base.texts[-1], text, "the chat as its template renders it")

@@ -377,6 +377,18 @@ async def test_the_group_size_follows_its_schedule_and_batches_stay_full(tokeniz
     assert sizes[-1] == {4}
 
 
+async def test_before_the_first_step_of_a_schedule_the_group_size_is_the_one_that_setup_has_set(tokenizer_folder):
+    class Own(ArithmeticEnv):
+        async def setup(self):
+            await super().setup()
+            self.config.group_size = 16
+
+    fake = make_fake()
+    env = make_env(fake, tokenizer_folder, Own, group_size_schedule="4:8")
+    batches = await serve_and_train(env, fake, steps=2, batch_size=32, seconds_a_step=0.02)
+    assert {len(group.tokens) for group in batches[0].groups} == {16}
+
+
 async def test_a_run_whose_groups_all_score_alike_says_so_at_the_broker_and_in_the_log(tokenizer_folder, caplog):
     class Hopeless(ArithmeticEnv):
         async def score_answer(self, item, text):

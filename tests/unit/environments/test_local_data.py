@@ -66,3 +66,35 @@ async def test_no_question_of_a_file_is_both_trained_and_evaluated_on(cls, tmp_p
         assert all(item.question.endswith("+ 1?") for item in env.held_out)
     finally:
         await env.aclose()
+
+
+@pytest.mark.parametrize("cls", [ArithmeticEnv, GSM8kEnv, MathZeroEnv], ids=lambda cls: cls.name)
+async def test_a_run_that_is_not_evaluated_trains_on_the_whole_file(cls, tmp_path, tokenizer_folder):
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps({"question": "What is 1 + 1?", "answer": "2"}))
+    flags = ["--env.steps_per_eval=0", "--env.eval_at_start=false", "--env.eval_at_end=false"]
+    flags += [f"--env.data_path={path}", f"--env.tokenizer_name={tokenizer_folder}"]
+    command = read_command(cls, "serve", flags)
+    env = cls(command.env, command.servers)
+    try:
+        await env.setup()
+        assert (await env.get_next_item()).question == "What is 1 + 1?"
+        assert not env.held_out
+    finally:
+        await env.aclose()
+
+
+async def test_math_holds_out_no_question_since_its_evaluation_sets_are_others(tmp_path, tokenizer_folder):
+    train, test = tmp_path / "train.jsonl", tmp_path / "other.jsonl"
+    train.write_text("\n".join(json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in range(40)))
+    test.write_text(json.dumps({"question": "What is 1 + 1?", "answer": "2"}))
+    flags = [f"--env.data_path={train}", f"--env.tokenizer_name={tokenizer_folder}"]
+    flags += ["--env.eval_sets=amc23", f"--env.amc23={test}"]
+    command = read_command(MathZeroEnv, "serve", flags)
+    env = MathZeroEnv(command.env, command.servers)
+    try:
+        await env.setup()
+        assert len({(await env.get_next_item()).question for _ in range(40)}) == 40
+        assert [item.question for item in env.held_out] == ["What is 1 + 1?"]
+    finally:
+        await env.aclose()

@@ -14,7 +14,7 @@ from environments.rewards import (
     TargetLengthReward,
 )
 from environments.rewards.answers import final_answer, first_number, inside_tag, last_boxed, last_number
-from environments.rewards.math import r1_answer
+from environments.rewards.math import marked_number, r1_answer
 from environments.rewards.protocol import GoldUnparsable, RewardUnusable, SampleIncomplete
 
 
@@ -112,6 +112,15 @@ def test_the_final_answer_is_looked_for_after_the_thinking():
     assert inside_tag("no tag", "answer") is None
 
 
+@pytest.mark.parametrize(
+    "rest",
+    [r"I put it in \boxed{}.", r"It is in \boxed form.", r"\boxed{\text{Natalia}}", r"$\boxed{x}$", r"\fbox{Done}"],
+)
+def test_a_box_without_a_number_does_not_replace_the_number_after_the_hashes(rest):
+    assert GSM8kReward().score(f"#### 72\n\n{rest}", "72").correct
+    assert marked_number(rest) is None
+
+
 def test_gsm8k_scores_right_marked_and_unmarked_answers():
     reward = GSM8kReward(format_score=0.1, correct_score=1.0)
     right = reward.score("2 + 2 = 4\n#### 4", "4")
@@ -125,13 +134,19 @@ def test_gsm8k_scores_right_marked_and_unmarked_answers():
     assert reward.score("#### Final answer\n\\boxed{7}", "7").correct
     assert reward.score("#### 4\n\\boxed{7}", "4").correct is False
     assert reward.score("\\boxed{4}\n#### 7", "7").correct
-    for calculation in ("5 + 3", "2^3", "2(4)", r"\sqrt{64}"):
+    for calculation in ("5 + 3", "2^3", "2^{3}", "2(4)", "2(1 + 3)", "(4!)/3", "8 $= 4!$ / 3", r"\sqrt{64}"):
         assert reward.score(f"#### {calculation} = 8", "8").correct
     assert reward.score(r"\boxed{2 \times 9 = 18}", "2").correct is False
     assert reward.score("#### 8 =", "8").correct
     for marked in (
         "120 minutes = 2 hours",
         r"120^\circ = 2\pi/3",
+        r"120^{ \circ} = 2\pi/3",
+        r"120^o = 2\pi/3",
+        "120^{th} place = 5",
+        "120(40 per side, perimeter = 480)",
+        "120(10 dozen = 5)",
+        "120! n = 5",
         "$120 = 200 - 80",
         "120 (x = 3)",
         r"\boxed{120 \text{ when } n = 5}",

@@ -113,15 +113,13 @@ def test_single_rollouts_keep_everything_they_carry():
 
 def test_a_schedule_of_group_sizes_holds_from_its_steps_on():
     config = BaseEnvConfig(group_size=6, group_size_schedule="100:4,10:8")
-    assert [config.group_size_at(step) for step in (0, 9, 10, 99, 100, 5000)] == [6, 6, 8, 8, 4, 4]
-    assert BaseEnvConfig(group_size=6).group_size_at(3) == 6
+    assert [config.group_size_at(step, 6) for step in (0, 9, 10, 99, 100, 5000)] == [6, 6, 8, 8, 4, 4]
+    assert BaseEnvConfig(group_size=6).group_size_at(3, 4) == 6, "without a schedule the size is the environment's own"
 
 
-def test_the_size_before_the_schedule_is_known_when_the_schedule_has_replaced_it():
-    config = BaseEnvConfig(group_size=6, group_size_schedule="10:8")
-    config.group_size = config.group_size_at(10)
-    assert config.group_size_at(9) == 6, "a trainer has gone on from an older checkpoint"
-    rules = GroupRules.from_config(config, max_token_length=0)  # groups that were begun before step 10 are still sent
+def test_groups_of_the_size_before_the_schedule_are_sent_when_the_schedule_has_replaced_it():
+    config = BaseEnvConfig(group_size=8, group_size_schedule="10:8")
+    rules = GroupRules.from_config(config, first_size=6, max_token_length=0)
     groups = [
         to_wire({"tokens": [[5]] * n, "masks": [[5]] * n, "scores": [0] * n}, SampleLog("train")) for n in (6, 7, 8)
     ]

@@ -158,8 +158,8 @@ async def test_an_empty_answer_is_not_continued_by_the_next_answer_to_its_prompt
     for prompt in ("How", "How", "How many"):
         await session.completion(prompt=prompt, stop=["42"])
     assert [node.metadata["content"] for node in session.nodes] == ["", "First.", "Second."]
-    sampled = [[token for token in node.masked_tokens if token == NOT_TRAINED] for node in session.nodes]
-    assert [len(masked) for masked in sampled] == [len(tokenizer.encode(p)) for p in ("How", "How", "How many")]
+    prompts = [[token for token in node.masked_tokens if token == NOT_TRAINED] for node in session.nodes]
+    assert [len(prompt) for prompt in prompts] == [len(tokenizer.encode(p)) for p in ("How", "How", "How many")]
 
 
 async def test_a_chat_that_is_asked_again_after_an_empty_answer_has_two_sequences(tokenizer):

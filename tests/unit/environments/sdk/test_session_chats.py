@@ -358,6 +358,16 @@ async def test_thoughts_stay_in_the_sequence_unless_the_template_may_drop_them(t
     assert ("does not continue" in caplog.text) == (not preserve)
 
 
+async def test_an_answer_with_thoughts_that_is_to_go_on_after_its_end_is_no_drift(tokenizers, caplog):
+    tokenizer = tokenizers["chatml"]
+    answer = "<think>a</think>12"
+    session = session_of(scripted(tokenizer, answer, "ell"), tokenizer, preserve_think_blocks=False)
+    await session.chat_completion(messages=[QUESTION])
+    await session.chat_completion(messages=[QUESTION, assistant(answer)])
+    assert len(session.nodes) == 2
+    assert "does not continue" not in caplog.text
+
+
 async def test_an_empty_thought_that_was_prompted_stays_where_it_was(tokenizers):
     """Templates begin an answer with an empty thought and leave it out of history; the sequence keeps it."""
     tokenizer = tokenizers["qwen"]

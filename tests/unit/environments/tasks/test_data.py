@@ -189,7 +189,9 @@ def test_a_missing_source_is_reported(tmp_path: Path) -> None:
         DataFields().training_questions()
     with pytest.raises(DataUnusable, match=r"--env\.val_data_path"):
         DataFields().evaluation_questions()
-    with pytest.raises(DataUnusable, match=r"one question, too few to hold one out.*--env\.steps_per_eval 0"):
+    with pytest.raises(
+        DataUnusable, match=r"one question, too few to hold one out.*steps_per_eval 0.*eval_at_start.*eval_at_end"
+    ):
         DataFields(data_path=write(tmp_path / "d.jsonl", {"question": "a", "answer": "1"})).evaluation_questions()
 
 
