@@ -171,6 +171,11 @@ class PublishOptions(BaseModel):
         return f"http://{host_in_url(self.vllm_host)}:{self.vllm_port}"
 
     @property
+    def vllm_port_is_given(self) -> bool:
+        """True if `--vllm-port` is given: a server at another port is not meant then."""
+        return "vllm_port" in self.model_fields_set
+
+    @property
     def mode(self) -> Mode:
         """The row of the weight sync mode in `modes.py`."""
         return MODES[self.weight_bridge_mode]

@@ -151,7 +151,7 @@ class SharedVllmBridge(WeightBridge):
         return attach(
             config.vllm_url,
             manifest_flag=config.vllm_config_path,
-            port_is_given="vllm_port" in config.model_fields_set,
+            port_is_given=config.vllm_port_is_given,
             token=given_token(config.bridge_token, {}),
             timeout_seconds=config.wait_timeout,
             should_stop=self._should_stop,
