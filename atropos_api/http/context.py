@@ -92,6 +92,7 @@ class AppContext:
 
     _servers: dict[tuple[str | None, bool], SharedSet] = field(default_factory=dict)
     _lease_timer: asyncio.TimerHandle | None = None
+    _lease_timer_at: float = 0.0
     _gather_timer: asyncio.TimerHandle | None = None
     _status: StatusText = NO_STATUS
 
@@ -153,9 +154,11 @@ class AppContext:
             return
         loop = asyncio.get_running_loop()
         if self._lease_timer is not None:
-            if self._lease_timer.when() <= loop.time() + seconds + LATE_SECONDS:
+            if self._lease_timer_at <= loop.time() + seconds + LATE_SECONDS:
                 return
             self._lease_timer.cancel()  # it was for a longer lease, such as that of a server which loads its model
+        # Not asked of the timer: for a time under a millisecond uvloop returns a handle that does not know it.
+        self._lease_timer_at = loop.time() + seconds
         self._lease_timer = loop.call_later(seconds, self._end_leases)
 
     def _end_leases(self) -> None:
