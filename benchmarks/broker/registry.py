@@ -43,7 +43,8 @@ def measure_registry(
 def measure_bare(server: Server, connections: int, calls_per_second: float, seconds: float) -> float:
     """Return the share of a CPU that a server needs which answers as many calls over as many connections at once.
 
-    It is the floor of the measurement above: calls that are this rare find the processor's caches cold.
+    The measurement above may be below it: its answers share wake-ups, and single calls that are this rare find the
+    processor's caches cold.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Scene(server, 0, connections, 0.0).measure_bare(calls_per_second, seconds))
