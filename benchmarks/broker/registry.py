@@ -40,16 +40,6 @@ def measure_registry(
         return runner.run(_Scene(server, servers, followers, lease_seconds).measure(seconds))
 
 
-def measure_bare(server: Server, connections: int, calls_per_second: float, seconds: float) -> float:
-    """Return the share of a CPU that a server needs which answers as many calls over as many connections at once.
-
-    The measurement above may be below it: its answers share wake-ups, and single calls that are this rare find the
-    processor's caches cold.
-    """
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Scene(server, 0, connections, 0.0).measure_bare(calls_per_second, seconds))
-
-
 class _Scene:
     def __init__(self, broker: Server, servers: int, followers: int, lease_seconds: float) -> None:
         self._broker = broker
@@ -84,19 +74,6 @@ class _Scene:
             raise RuntimeError(f"followers know {set(sizes)} servers, there are {self._servers - 1}")
         rate = (self._calls - calls) / passed
         return Registry(self._servers, self._followers, spent / passed, rate, max(times) - left)
-
-    async def measure_bare(self, calls_per_second: float, seconds: float) -> float:
-        connections = [await self._connect() for _ in range(self._followers)]
-        for connection in connections:  # as those of the others, they have had an answer
-            await self._call(connection, "GET", "/")
-        cpu, began = self._broker.cpu_seconds(), time.monotonic()
-        for number in range(int(seconds * calls_per_second)):
-            await asyncio.sleep(began + number / calls_per_second - time.monotonic())
-            await self._call(connections[number % len(connections)], "GET", "/")
-        spent, passed = self._broker.cpu_seconds() - cpu, time.monotonic() - began
-        for writer in self._writers:
-            writer.close()
-        return spent / passed
 
     async def _serve(self, number: int) -> None:
         """Renew as a server of fixed weights does, which needs no trainer."""

@@ -12,13 +12,11 @@ from atropos_api.client import AsyncBrokerClient, BrokerClient, BrokerRefused
 from atropos_api.testing import served_broker
 from atropos_api.wire import PolicyUpdate, RunRequest, ServerReport
 from benchmarks.broker import servers
-from benchmarks.broker.registry import measure_bare, measure_registry
+from benchmarks.broker.registry import measure_registry
 
 LEASE_SECONDS = 1.0
 FOLLOWERS = int(os.environ.get("ATROPOS_FOLLOWERS", "100"))
 """Environments in the measurement of the cost; the promise is about a thousand of them and a fifth as many servers."""
-MOST_TIMES_BARE = 2.5
-"""CPU time of the broker over that of bare uvicorn for as many calls; 0.8 was seen."""
 
 
 @pytest.fixture
@@ -196,12 +194,9 @@ def test_many_who_follow_are_told_of_a_burst_of_servers_a_few_times_only(client)
     assert len(answers) < 10 * 60
 
 
-def test_following_costs_a_twentieth_of_a_core_or_little_more_than_as_many_calls_to_bare_uvicorn(tmp_path):
-    """A core so slow that bare uvicorn needs 3 % of it for 75 calls a second was seen: 5 % are less than twice that."""
+def test_following_costs_less_than_a_twentieth_of_a_core(tmp_path):
     lease, seconds = (10.0, 60.0) if FOLLOWERS >= 1000 else (2.0, 6.0)
     with servers.ours("memory", tmp_path, (*servers.ROOMY, "--server-lease", str(lease))) as broker:
         found = measure_registry(broker, FOLLOWERS // 5, FOLLOWERS, seconds, lease_seconds=lease)
-    with servers.echo(tmp_path) as bare:
-        floor = measure_bare(bare, FOLLOWERS * 6 // 5, found.calls_per_second, seconds)
-    assert found.cpu_fraction < max(0.05, MOST_TIMES_BARE * floor)
+    assert found.cpu_fraction < 0.05
     assert found.told_seconds < 5
