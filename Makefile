@@ -29,6 +29,10 @@ GPU_FLAGS ?=
 # Most tests wait for processes that they started, so two files run at a time.
 TEST_FLAGS ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+# Packages are installed as source and compiled when they are first imported. Where this variable is set, as images of Python
+# often do, each process would compile torch and vLLM again: 18 s of a core for the demo.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all chaos check format bench docs gpu clean
 
 demo: $(INSTALLED)

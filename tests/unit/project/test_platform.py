@@ -1,4 +1,4 @@
-"""`make` takes the GPU only if driver and GPU are new enough, and otherwise says why not."""
+"""`make` takes the GPU only if driver and GPU are new enough, and otherwise says why not; Python may write bytecode."""
 
 from __future__ import annotations
 
@@ -59,6 +59,14 @@ def test_the_two_builds_of_vllm_have_an_environment_each(tmp_path: Path) -> None
     assert platform(tmp_path, SERVES, makefile_in=tmp_path) == "gpu .venv"
     assert platform(tmp_path, None, makefile_in=tmp_path) == "cpu .venv-cpu"
     assert platform(tmp_path, SERVES, "PLATFORM=cpu", makefile_in=tmp_path).startswith("cpu .venv-cpu")
+
+
+def test_modules_are_compiled_once_though_the_shell_forbids_to_write_bytecode(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    shown = "shown: ; @echo \"'$$PYTHONDONTWRITEBYTECODE'\""
+    command = ["make", "--no-print-directory", "-f", str(ROOT / "Makefile"), f"--eval={shown}", "shown"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == "''\n"
 
 
 @pytest.fixture
