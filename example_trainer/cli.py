@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pydantic import Field
 
 from atropos_api.common.cliconfig import ConfigError, load_config, run_cli, validate
-from atropos_api.common.errors import AtroposError
+from atropos_api.common.errors import OUTAGE, AtroposError
 from atropos_api.common.files import RecentLines
 from atropos_api.common.logs import LogContext, setup_logging
 from atropos_api.common.option_flags import named_in
 from atropos_api.common.secrets import TokenSource, public_settings, redact_text
 from atropos_api.common.tracing import open_tracing
 from example_trainer.config import TrainingConfig, settings_from
+from example_trainer.errors import STOPPED_BY_HEALTH
 from example_trainer.launcher.base_model import refuse_missing_layers, require_model
 from example_trainer.launcher.run_dir import provenance, reporting_flag, require_writable, write_json
 from example_trainer.launcher.run_file import trainer_settings
@@ -59,12 +60,6 @@ DESCRIPTION = (
     "in shared_vllm mode, a vLLM server (python -m example_trainer.vllm_api_server --share-weights); start them in any "
     "order, or all at once with atropos-grpo-run."
 )
-
-STOPPED_BY_HEALTH = 3
-"""Exit code of a run that `--stop-on` ended."""
-
-BROKER_LOST = os.EX_TEMPFAIL
-"""Exit code, 75, of a run that has lost its broker: unlike a refusal, it can go on when it is started again."""
 
 REPORT_TIMEOUT_SECONDS = 5.0
 
@@ -249,13 +244,14 @@ def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks, logs
             stop.training = True
             finished = trainer.train()
     except AtroposError as error:
-        if session.begun is None or not is_outage(error):
+        # A first start that no broker answers may have a wrong address; of a run that goes on, the address was right.
+        if not is_outage(error) or (session.begun is None and config.resume is None):
             raise
         sys.stderr.write(f"{PROG}: error: {redact_text(str(error))}\n")
         finished = False
         if trainer.stopped_by is None and stop.signal_number is None:  # else the run was ending: a start would go on
             sys.stderr.write(f"{PROG}: --resume auto goes on from the newest checkpoint\n")
-            return BROKER_LOST
+            return OUTAGE
     finally:
         bridge.close()
     if trainer.stopped_by is not None:

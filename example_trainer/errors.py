@@ -6,7 +6,12 @@ names the cause, the offending value and the next step.
 
 from __future__ import annotations
 
+from typing import Final
+
 from atropos_api.common.errors import AtroposError
+
+STOPPED_BY_HEALTH: Final = 3
+"""Exit code of a run that `--stop-on` ended."""
 
 
 class TrainerError(AtroposError):

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from atropos_api.common.errors import AtroposError
+from atropos_api.common.errors import REFUSED, AtroposError
 from atropos_api.common.identity import version_line
 from atropos_api.common.option_flags import Option, list_options, nested_model
 from atropos_api.common.secrets import names_secret, redact, redact_arguments, redact_text
@@ -176,7 +176,7 @@ def run_cli(main: Callable[[list[str]], int]) -> NoReturn:
         sys.stdout.flush()
     except AtroposError as error:
         sys.stderr.write(f"{program_name()}: error: {redact_text(str(error))}\n")
-        code = 2
+        code = REFUSED
     except KeyboardInterrupt:
         code = 130
     except OSError as error:
@@ -196,7 +196,7 @@ def _end_with(error: OSError) -> tuple[int, str]:
         return lost.exit_code, lost.line
     if error.errno not in _LASTING or error.filename is None:
         raise error
-    return 2, redact_text(f"{error.filename}: {error.strerror}; name a path that user {os.getuid()} can use")
+    return REFUSED, redact_text(f"{error.filename}: {error.strerror}; name a path that user {os.getuid()} can use")
 
 
 def conceal_arguments(secret_flags: Iterable[str] = ()) -> None:

@@ -1,9 +1,17 @@
-"""The root of every error that a user of the command line reads.
+"""The root of every error that a user of the command line reads, and the exit codes of a program that ends with one.
 
-It stands alone because every package derives errors from it, so it must import nothing.
+It stands alone because every package derives errors from it, so it must import nothing of them.
 """
 
 from __future__ import annotations
+
+from typing import Final
+
+REFUSED: Final = 2
+"""Exit code of a program that a new start with the same settings would end in the same way."""
+
+OUTAGE: Final = 75
+"""Exit code, EX_TEMPFAIL, of a program that ends because another did not answer: a later start may go on."""
 
 
 class AtroposError(Exception):

@@ -28,7 +28,7 @@ from uvicorn.supervisors import ChangeReload
 
 from atropos_api.broker import Broker
 from atropos_api.broker.batch_traces import BatchTraces
-from atropos_api.common.errors import AtroposError
+from atropos_api.common.errors import REFUSED, AtroposError
 from atropos_api.common.identity import LOOPBACK_NAMES
 from atropos_api.common.logs import LogContext, setup_logging
 from atropos_api.common.malloc import Trimmer
@@ -300,4 +300,4 @@ def serve_child(config: BrokerConfig, *, sockets: list[socket.socket]) -> None:
         serve_on(config, sockets[0], logs)
     except AtroposError as error:
         logger.error("%s", error)  # noqa: TRY400 - the line says all there is to say
-        sys.exit(2)
+        sys.exit(REFUSED)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,8 @@ from typing import Self
 
 import psutil
 
+from atropos_api.common.errors import REFUSED
+from example_trainer.errors import STOPPED_BY_HEALTH
 from example_trainer.launcher.run_dir import write_yaml
 from example_trainer.processes.child import (
     Child,
@@ -31,7 +32,7 @@ from example_trainer.processes.child import (
     spawn,
 )
 from example_trainer.processes.cleanup import Guardian, SharedMemoryLedger
-from example_trainer.processes.program_log import SHOWN_LINES, limit_size, reason
+from example_trainer.processes.program_log import SHOWN_LINES, limit_size, reason, signal_name
 from example_trainer.processes.scratch import make_scratch, name_scratch, scratch_variables
 from example_trainer.processes.tree import (
     MARK_VARIABLE,
@@ -45,8 +46,8 @@ from example_trainer.processes.tree import (
     reap_adopted,
 )
 
-EXPLAINED_IN_ONE_LINE = frozenset({2, 3})
-"""Exit codes of a program whose last line is enough: 2, a refusal, and 3, the trainer's stop at a sign of trouble."""
+EXPLAINED_IN_ONE_LINE = frozenset({REFUSED, STOPPED_BY_HEALTH})
+"""Exit codes of a program whose last line is enough."""
 
 STOP_GRACE_SECONDS = 10.0
 """Time for programs to end after the run's end."""
@@ -286,7 +287,7 @@ def _refusal(child: SupervisedProgram) -> str:
     """Return the line of a program's log that says what it refuses, else the last line, which says why it stopped."""
     # After such a line the program's own server may write further lines to the log.
     lines = [line for line in child.last_lines(3 * SHOWN_LINES) if line.strip()]
-    refusals = [line for line in lines if ": error: " in line] if child.exit_code == 2 else []
+    refusals = [line for line in lines if ": error: " in line] if child.exit_code == REFUSED else []
     return f"{child.name}: {(refusals or lines or [f'exited {child.exit_code} without a message'])[-1]}"
 
 
@@ -308,7 +309,7 @@ def describe_end(child: SupervisedProgram) -> str:
     if code is None and child.loss is not None:
         how = f"lost {child.loss.title}"
     elif code is not None and code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
+        how = f"was killed by {signal_name(-code)}"
     else:
         how = f"exited with code {code}"
     return f"{how} after {seconds:.1f} s{f', restarts: {child.restarted}' if child.restarted else ''}"

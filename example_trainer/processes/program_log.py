@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -60,6 +61,11 @@ def last_lines(path: Path, count: int = SHOWN_LINES) -> list[str]:
     """
     lines = _end_of(path, count)
     return lines if len(lines) == count else [*_end_of(older_part(path), count - len(lines)), *lines]
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name; of the real-time signals Python knows only the first and the last by name."""
+    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
 def reason(lines: Sequence[str]) -> str:

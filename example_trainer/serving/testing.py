@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from atropos_api.common.errors import REFUSED
 from example_trainer.errors import CannotServe
 from example_trainer.processes.ports import ServerSockets, open_sockets
 from example_trainer.serving import problems
@@ -212,7 +213,7 @@ def main(argv: Sequence[str]) -> int:
         sockets = open_sockets(given.host, given.port, os.environ)
     except CannotServe as error:
         sys.stderr.write(f"testing_server: error: {error}\n")
-        return 2
+        return REFUSED
     starting = StartingAnswers(sockets.listening) if sockets.predecessor is None else None
     time.sleep(given.import_seconds)
     settings = sockets.wait_for_settings()

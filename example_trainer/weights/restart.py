@@ -22,6 +22,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+from atropos_api.common.errors import REFUSED
 from example_trainer.errors import PublishFailed, ServerExited, ServerRefused, ServerUnavailable, WaitTimedOut
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import policy_options
@@ -46,9 +47,6 @@ from example_trainer.weights.served_model import (
 )
 
 logger = logging.getLogger(__name__)
-
-REFUSED = 2
-"""Exit code of a server that cannot start with its settings."""
 
 
 class RestartBridge(WeightBridge):

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import anyio
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from atropos_api.common.cliconfig import ConfigError, load_config, nearest
-from atropos_api.common.errors import AtroposError
+from atropos_api.common.cliconfig import ConfigError, load_config, nearest, program_name
+from atropos_api.common.errors import OUTAGE, AtroposError
 from atropos_api.common.identity import server_stem
 from atropos_api.common.logs import setup_logging
-from atropos_api.common.secrets import TokenSource
+from atropos_api.common.secrets import TokenSource, redact_text
 from atropos_api.common.tracing import open_tracing
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list, slurm_servers
 from environments.sdk.environment import Environment
-from environments.sdk.errors import innermost
+from environments.sdk.errors import InferenceUnavailable, innermost
 from environments.sdk.runtime.stopping import StopRequest, listen_for_stop
 from environments.sdk.server_manager import MAX_N_COMPLETIONS
 
@@ -106,7 +106,20 @@ def run_verb(env_cls: type[Environment], argv: Sequence[str]) -> int:
             env.set_teacher(command.teachers)
         return env
 
-    return run(verb, make_env)
+    try:
+        return run(verb, make_env)
+    except AtroposError as error:
+        if verb != "serve" or not _is_outage(error):
+            raise
+        sys.stderr.write(f"{program_name()}: error: {redact_text(str(error))}\n")
+        return OUTAGE
+
+
+def _is_outage(error: AtroposError) -> bool:
+    """Return True if broker or inference server have not answered for as long as the environment waits for them."""
+    from atropos_api.client import is_outage
+
+    return isinstance(error, InferenceUnavailable) or is_outage(error)
 
 
 def read_command(env_cls: type[Environment], verb: Verb, argv: Sequence[str]) -> EnvironmentCommand:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from atropos_api.common.errors import REFUSED
 from example_trainer.launcher.placement.roles import Placement, PlacementFailed, Places, Role, Seat
 from example_trainer.launcher.supervisor import STOP_GRACE_SECONDS, Supervisor
 from example_trainer.processes.child import ChildSpec, LostProcess, SupervisedProgram
@@ -24,7 +25,6 @@ from example_trainer.processes.tree import wait_until
 
 _PARALLEL_STOPS = 32
 _WAIT_INTERVAL_SECONDS = 0.1
-_REFUSED = 2
 _GANG_ENDS_SECONDS = 25.0
 """Time for the others of a gang to end after a refusal: a trainer process ends within 20 s of its last line."""
 
@@ -55,7 +55,7 @@ class SeatedProgram(SupervisedProgram):
             if loss is not None and self.loss is None:
                 self.loss = LostProcess(title=loss, noticed_at=time.monotonic())
             codes[name] = state.exit_code
-        failed = sorted((name for name, code in codes.items() if code), key=lambda name: codes[name] == _REFUSED)
+        failed = sorted((name for name, code in codes.items() if code), key=lambda name: codes[name] == REFUSED)
         if failed and not self._awaits_others(codes):
             self.log_path = self.log_path.with_name(f"{failed[0]}.log")
             self._code = codes[failed[0]]
@@ -64,7 +64,7 @@ class SeatedProgram(SupervisedProgram):
 
     def _awaits_others(self, codes: Mapping[str, int | None]) -> bool:
         """Return True if all that have failed have refused something, and others still run, for a while."""
-        if {*codes.values()} - {None, 0} != {_REFUSED} or None not in codes.values():
+        if {*codes.values()} - {None, 0} != {REFUSED} or None not in codes.values():
             return False
         self._refused_at = self._refused_at or time.monotonic()
         return time.monotonic() - self._refused_at < _GANG_ENDS_SECONDS

@@ -14,13 +14,13 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import signal
 import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
 from example_trainer.processes.die_with_parent import die_with_parent
+from example_trainer.processes.program_log import signal_name
 
 _VARIABLE = "ATROPOS_ENGINE_CAUSE"
 _LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
@@ -74,7 +74,7 @@ def read_cause(path: Path) -> str | None:
 def how_ended(processes: list[Any]) -> str:
     """Return the cause of the engine processes' end, as far as their exit codes show it."""
     codes = [process.exitcode for process in processes if process.exitcode is not None]
-    killed = [signal.Signals(-code).name for code in codes if code < 0]
+    killed = [signal_name(-code) for code in codes if code < 0]
     if killed:
         return f"its process was killed by {killed[0]}"
     return f"its process ended with exit code {codes[0]}" if codes else "it does not answer"

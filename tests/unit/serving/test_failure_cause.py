@@ -38,6 +38,8 @@ def test_the_exception_an_engine_logs_as_its_end_is_reported_though_it_sets_its_
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("codes", "told"), [([None, -9], "SIGKILL"), ([1], "exit code 1"), ([], "does not answer")])
+@pytest.mark.parametrize(
+    ("codes", "told"), [([None, -9], "SIGKILL"), ([-35], "signal 35"), ([1], "exit code 1"), ([], "does not answer")]
+)
 def test_an_engine_that_ended_silently_is_described_by_its_exit_code(codes, told):
     assert told in how_ended([SimpleNamespace(exitcode=code) for code in codes])

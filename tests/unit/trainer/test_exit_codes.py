@@ -10,11 +10,11 @@ from unittest.mock import Mock
 import pytest
 
 from atropos_api.client import BrokerRefused, BrokerUnreachable
-from atropos_api.common.errors import AtroposError
+from atropos_api.common.errors import OUTAGE, AtroposError
 from example_trainer import cli
 from example_trainer.config import TrainingConfig
 from example_trainer.distributed.ranks import Ranks
-from example_trainer.errors import BadBatch
+from example_trainer.errors import STOPPED_BY_HEALTH, BadBatch
 
 GONE = BrokerUnreachable("Atropos API not reachable")
 
@@ -27,11 +27,12 @@ def end_with(
     *,
     stopped_by: Mock | None = None,
     begun: bool = True,
+    resume: str | None = None,
 ) -> int:
     trainer = Mock(**{f"{method}.side_effect": error, "stopped_by": stopped_by})
     monkeypatch.setattr("example_trainer.trainers.Trainer", lambda *_, **__: trainer)
     monkeypatch.setattr(cli, "_bridge", Mock())
-    config = TrainingConfig(model_name="model", run_dir=run_dir)
+    config = TrainingConfig(model_name="model", run_dir=run_dir, resume=resume)
     return cli._train_in(Mock(begun=Mock() if begun else None), config, Ranks(), Mock())
 
 
@@ -50,8 +51,15 @@ def test_a_run_that_loses_its_broker_ends_with_a_code_after_which_it_is_started_
 
     So did one that lost its broker a second time, while it loaded the policy or published its first version.
     """
-    assert end_with(error, method, tmp_path, monkeypatch) == cli.BROKER_LOST == 75
+    assert end_with(error, method, tmp_path, monkeypatch) == OUTAGE == 75
     assert f"atropos-grpo: error: {error}\n" in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_and_finds_no_broker_is_started_again_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that its launcher had started again ended with 2 if the broker was still away."""
+    assert end_with(GONE, "set_up", tmp_path, monkeypatch, begun=False, resume="auto") == OUTAGE
 
 
 @pytest.mark.parametrize(
@@ -80,4 +88,4 @@ def test_a_run_that_is_stopped_and_loses_its_broker_on_the_way_ends_as_stopped(
 def test_a_run_that_a_sign_of_trouble_ends_stays_ended_when_its_broker_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert end_with(GONE, "train", tmp_path, monkeypatch, stopped_by=Mock()) == cli.STOPPED_BY_HEALTH
+    assert end_with(GONE, "train", tmp_path, monkeypatch, stopped_by=Mock()) == STOPPED_BY_HEALTH

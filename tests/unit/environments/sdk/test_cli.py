@@ -4,14 +4,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
 
+from atropos_api.client import BrokerHostUnknown, BrokerRefused, BrokerUnreachable
 from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.errors import OUTAGE
 from environments.arithmetic_server import ArithmeticEnv
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, ServerBaseline
-from environments.sdk.errors import TokensUnavailable
+from environments.sdk.errors import InferenceUnavailable, TokensUnavailable
 from environments.sdk.runtime.cli import read_command, run_verb
 from environments.sdk.runtime.commands import NoEvaluation, PathUnusable
 
@@ -193,3 +196,22 @@ def test_an_environment_may_go_without_evaluate_which_the_verb_says_in_one_line(
 def test_a_place_that_cannot_be_written_to_is_reported_before_anything_is_collected(verb, flag):
     with pytest.raises(PathUnusable, match=f"{flag}: /proc/no"):
         run_verb(Trained, [verb, *VLLM, flag, "/proc/no/such"])
+
+
+@pytest.mark.parametrize("error", [BrokerUnreachable("gone"), InferenceUnavailable("gone")])
+def test_a_server_that_lost_broker_or_inference_server_ends_with_a_code_after_which_it_is_started_again(
+    monkeypatch, capsys, error
+):
+    """It ended with 2, after which neither systemd nor a launcher starts it again."""
+    monkeypatch.setattr("environments.sdk.runtime.cli.run", Mock(side_effect=error))
+    assert run_verb(Trained, ["serve", *VLLM]) == OUTAGE
+    assert capsys.readouterr().err.endswith(": error: gone\n")
+    with pytest.raises(type(error)):
+        run_verb(Trained, ["process", *VLLM])
+
+
+@pytest.mark.parametrize("error", [BrokerHostUnknown("no such host"), BrokerRefused({}, 403)])
+def test_a_broker_that_a_new_start_would_not_find_either_is_a_refusal(monkeypatch, error):
+    monkeypatch.setattr("environments.sdk.runtime.cli.run", Mock(side_effect=error))
+    with pytest.raises(type(error)):
+        run_verb(Trained, ["serve", *VLLM])
