@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Literal
@@ -10,6 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from atropos_api.broker import BrokerSettings
+from atropos_api.common.files import with_home
 from atropos_api.common.observability import LogForm, TracesEndpoint
 from atropos_api.common.secrets import SECRET
 
@@ -68,8 +68,7 @@ class AddressOptions(BaseModel):
         scheme, found, _ = value.partition("://")
         if not value or "\0" in value or (found and scheme not in {"redis", "rediss"}):
             raise ValueError("name a directory, say memory, or give the URL of a Redis (redis://host:port/database)")
-        # Path would take ./memory for the word memory, and then nothing would be on the disk.
-        return value if found else os.path.expanduser(value)  # noqa: PTH111
+        return value if found else str(with_home(value))
 
     @field_validator("token")
     @classmethod

@@ -28,10 +28,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from atropos_api.common.cliconfig import ConfigError, load_config, run_cli
-from atropos_api.common.files import OutputFile
+from atropos_api.common.files import OutputFile, with_home
 from atropos_api.common.secrets import SECRET, TokenSource
 from atropos_api.wire.groups import ABSENT
 from environments.sdk.group_files import GroupsUnreadable, groups_from_broker, read_groups, render, trained_text
@@ -60,6 +60,8 @@ class ExportOptions(BaseModel):
     allow_negative_scores: bool = Field(False, description="Keep rollouts whose score is 0 or less.")
     append_to_previous: bool = Field(False, description="Append to the file, if there is one.")
     overwrite: bool = Field(False, description="Replace the file, if there is one.")
+
+    _find_groups = field_validator("groups", mode="before")(with_home)
 
 
 class SftOptions(ExportOptions):

@@ -206,6 +206,14 @@ def expand_home(path: str | Path) -> Path:
         return Path(path)
 
 
+def with_home(value: object) -> object:
+    """Return the path in a setting with the home directory for its `~`: no shell has seen that of a run file.
+
+    A text stays a text: Path would take ./memory for the word memory.
+    """
+    return os.path.expanduser(value) if isinstance(value, str | Path) else value  # noqa: PTH111
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one if there is none that can be read."""
     try:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
+from atropos_api.common.files import with_home
 from atropos_api.common.identity import Address, Host, host_in_url, split_address
 from atropos_api.common.secrets import SECRET
 from example_trainer.options.modes import MODES, BridgeMode, Mode
@@ -141,6 +142,8 @@ class PublishOptions(BaseModel):
     alignment_sample_sequences: int = Field(
         16, ge=0, description="Sequences sampled per step for comparing logprobs with older versions."
     )
+
+    _find_manifest = field_validator("vllm_config_path", mode="before")(with_home)
 
     @field_validator("vllm_settings", mode="before")
     @classmethod

@@ -8,13 +8,13 @@ trouble) and `ObservabilityOptions` are defined here.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from atropos_api.common.files import with_home
 from atropos_api.common.identity import Address, host_in_url, is_this_host
 from atropos_api.common.observability import LogForm, MetricsHost, MetricsPort, TracesEndpoint
 from atropos_api.common.option_flags import aliases
@@ -35,9 +35,7 @@ def named_directory(value: object) -> object:
     """Return a directory as a user has written it with the home directory for its `~`; refuse an empty text."""
     if value == "":  # as from a shell's unset variable; it would mean the present directory
         raise ValueError("an empty text is not a directory; name one, or leave the option out")
-    # No shell has seen the ~ of a run file, or that of --run-dir=~/runs: a folder of that name would be made.
-    # Path would take the ./auto of a --resume for the word auto.
-    return os.path.expanduser(value) if isinstance(value, str | Path) else value  # noqa: PTH111
+    return with_home(value)
 
 
 class ProcessOptions(BaseModel):

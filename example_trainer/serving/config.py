@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from atropos_api.common.cliconfig import load_config_with_rest
-from atropos_api.common.files import expand_home
+from atropos_api.common.files import with_home
 from atropos_api.common.identity import EVERYWHERE, Address, host_in_url
 from atropos_api.common.observability import LogForm
 from atropos_api.common.secrets import SECRET, TokenSource
@@ -185,11 +185,13 @@ class ServerConfig(BaseModel):
     log_format: LogForm = "text"
     uvicorn_log_level: str = Field("warning", description="Log level of the HTTP server.")
 
+    _find_home = field_validator("model", "tokenizer", "adapter", "bridge_dir", mode="before")(with_home)
+
     @property
     def is_local(self) -> bool:
         """True if model and tokenizer are directories, so that nothing is asked of the hub."""
         named = [self.tokenizer] if self.await_model else [self.model, self.tokenizer]
-        return all(expand_home(name).is_dir() for name in named if name is not None)
+        return all(Path(name).is_dir() for name in named if name is not None)
 
     @property
     def adapter_slots(self) -> int:

@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from atropos_api.common.cliconfig import validate
+from atropos_api.common.files import with_home
 from atropos_api.common.observability import LogForm
 from atropos_api.common.option_flags import aliases, flag
 from example_trainer.config import TrainingConfig
@@ -25,6 +26,8 @@ ROW_MULTIPLE_WITHOUT_PACKING = 8
 
 class DataOptions(BaseModel):
     """The data to learn."""
+
+    _find_template = field_validator("chat_template", mode="before")(with_home)
 
     dataset: str = Field(
         description="Data to learn: a .jsonl, .json or .parquet file, a folder of them, or a Hugging Face data set as "

@@ -8,10 +8,12 @@ import pytest
 
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.config import BrokerConfig
+from environments.export import ExportOptions
 from environments.sdk.config import BaseEnvConfig
 from example_trainer.launcher.environment_settings import OF_ONE_ENVIRONMENT
 from example_trainer.launcher.run_file import read_settings, trainer_settings
 from example_trainer.launcher.section_flags import split_section_flags
+from example_trainer.serving.config import ServerConfig
 from example_trainer.sft.config import SftConfig
 
 RUN_FILE = """
@@ -66,12 +68,19 @@ def test_a_home_directory_is_found_in_every_place_for_a_file_and_none_is_made_of
     """`run_dir: ~/runs/x` made a folder `~` in the present one: no shell sees what a run file holds."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "run.yaml").write_text(
-        "trainer: {model_name: m, run_dir: ~/runs/x, save_path: ~/kept, log_dir: ~/logs}"
+        "trainer: {model_name: m, run_dir: ~/runs/x, save_path: ~/kept, log_dir: ~/logs, vllm_config_path: ~/bridge}"
     )
     config = read_settings(["--config", str(tmp_path / "run.yaml"), "--resume=~/kept/checkpoint-3"]).trainer
     assert (config.run_dir, config.save_path) == (tmp_path / "runs/x", tmp_path / "kept")
     assert (config.log_dir, config.resume) == (tmp_path / "logs", str(tmp_path / "kept/checkpoint-3"))
-    assert SftConfig(model_name="m", dataset="d", save_path=Path("~/sft")).save_path == tmp_path / "sft"
+    assert config.vllm_config_path == str(tmp_path / "bridge")
+    learned = SftConfig(model_name="m", dataset="d", save_path=Path("~/sft"), chat_template=Path("~/chat.jinja"))
+    assert (learned.save_path, learned.chat_template) == (tmp_path / "sft", tmp_path / "chat.jinja")
+    server = ServerConfig(model="~/m", tokenizer="~/t", adapter=Path("~/a"), bridge_dir=Path("~/b"))
+    assert (server.model, server.tokenizer) == (str(tmp_path / "m"), str(tmp_path / "t"))
+    assert (server.adapter, server.bridge_dir) == (tmp_path / "a", tmp_path / "b")
+    assert ServerConfig(model="./m").model == "./m"
+    assert ExportOptions(groups=Path("~/groups.jsonl")).groups == tmp_path / "groups.jsonl"
     assert BrokerConfig(store="~/store").store == str(tmp_path / "store")
     assert BrokerConfig(store="redis://~/0").store == "redis://~/0"
     environment = BaseEnvConfig(data_path_to_save_groups="~/groups.jsonl", data_dir_to_save_evals="~/evals")

@@ -51,6 +51,12 @@ def test_everything_else_comes_from_the_full_tokenizer(tokenizer_folder):
     assert "input_ids" in light.apply_chat_template(CHAT, return_dict=True)
 
 
+def test_a_folder_in_the_home_directory_is_found(tokenizer_folder, monkeypatch):
+    """`tokenizer_name: ~/model` in a run file was refused as a folder that does not exist."""
+    monkeypatch.setenv("HOME", str(tokenizer_folder.parent))
+    assert isinstance(load_tokenizer(f"~/{tokenizer_folder.name}"), FastTokenizer)
+
+
 def test_the_light_tokenizer_loads_no_transformers(tokenizer_folder):
     probe = (
         "import sys; from environments.sdk.tokenizer import load_tokenizer\n"
