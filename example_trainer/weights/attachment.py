@@ -145,8 +145,7 @@ def _try_attach(server_url: str, manifest_flag: str, token: str | None, *, has_a
         path = find_manifest(manifest_flag, os.environ, server_url)
         manifest = load_manifest(path)
     except (ManifestMissing, ManifestStale) as error:
-        _refuse_unreachable(server_url)
-        raise NotYet(str(error)) from error
+        raise NotYet("; ".join([str(error), *_refuse_unreachable(server_url)])) from error
     if not has_any_port and urlsplit(manifest.url).port != urlsplit(server_url).port:
         raise NotYet(f"{path} belongs to the server at {manifest.url}, not to the one at {server_url} (--vllm-port)")
     client = ServerClient(manifest.url, token or manifest.bridge_token)
@@ -163,13 +162,16 @@ def _try_attach(server_url: str, manifest_flag: str, token: str | None, *, has_a
         raise
 
 
-def _refuse_unreachable(server_url: str) -> None:
-    """Raise `CannotShare` if the server runs without sharing, or on another host: waiting is useless then."""
+def _refuse_unreachable(server_url: str) -> list[str]:
+    """Raise `CannotShare` if the server runs without sharing, or on another host: waiting is useless then.
+
+    Return the reason why it does not answer, if it does not.
+    """
     try:
         with closing(ServerClient(server_url)) as client:
             info = client.info()
-    except (ServerUnavailable, ServerRefused):
-        return
+    except (ServerUnavailable, ServerRefused) as error:
+        return [str(error)]
     if not info.sharing:
         remedy = info.how_to_share or "start it with --share-weights"
         raise CannotShare(f"the vLLM server at {server_url} does not share its weights: {remedy}")
@@ -180,6 +182,7 @@ def _refuse_unreachable(server_url: str) -> None:
             "add --num-inference-nodes 1 or --registered-servers to send it the weights, or use "
             "--weight-bridge-mode lora_only"
         )
+    return []
 
 
 def _check_boot(path: Path, manifest: BridgeManifest, info: ServerInfo) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from pathlib import Path
@@ -97,6 +98,19 @@ def test_a_trainer_started_first_waits_with_a_line_and_goes_on(tiny_family, tmp_
 def test_waiting_ends_with_the_reason_and_the_flag(tiny_family):
     bridge = SharedVllmBridge(config_of("http://127.0.0.1:9", tiny_family("qwen2"), wait_timeout=0.3))
     with pytest.raises(WaitTimedOut, match=r"Parameter mapping file not found.*--wait-timeout"):
+        bridge.prepare()
+
+
+def test_waiting_names_a_look_up_that_failed(tiny_family, monkeypatch):
+    """The lines named only a missing file, while the name server did not answer."""
+
+    def fail(*_, **__):
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    here = config_of("http://127.0.0.1:9001", tiny_family("qwen2"), wait_timeout=0.3)
+    bridge = SharedVllmBridge(here.model_copy(update={"vllm_host": "server.test"}))
+    with pytest.raises(WaitTimedOut, match=r"server\.test:9001 does not answer.*Temporary failure in name resolution"):
         bridge.prepare()
 
 
