@@ -240,7 +240,8 @@ class ServerRun:
     def _end_when_drained(self, gate: AdmissionGate, fence: Fence) -> None:
         async def end() -> None:
             await until_drained(gate, fence)
-            logger.info("drained; the server ends")
+            left = f", and with it {gate.inside} requests that nobody reads or resumes" if gate.inside else ""
+            logger.info("drained; the server ends%s", left)
             self._stop.set()
 
         self._ending = asyncio.ensure_future(end())

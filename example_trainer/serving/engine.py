@@ -208,11 +208,13 @@ class EngineAdapter:
         return (await self.call_workers(method, *arguments))[0]
 
     async def call_workers(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method of the worker extension in every worker; return the replies in order of ranks.
+        """Call a method of the worker extension in every worker; return the replies in order of engines and ranks.
 
         Raise `WorkerFailed` if any rank has failed.
         """
-        return worker_replies(await self.async_llm.collective_rpc("atropos_call", args=(method, *arguments)))
+        call = self.async_llm.engine_core.call_utility_all_async
+        answers = await call("collective_rpc", "atropos_call", None, (method, *arguments), None)
+        return worker_replies([answer for each in answers for answer in each])
 
     async def check_engine_core(self) -> None:
         """Raise `CannotServe` if the process of vLLM's engine core lacks the additions for publishes."""
@@ -301,8 +303,9 @@ class EngineAdapter:
         return stream
 
     async def _count(self, method: str, *arguments: object) -> Counters:
-        counters: Counters = await self.async_llm.engine_core.call_utility_async(method, *arguments)
-        return counters
+        """Return the sum of the engines' counts; a drain that saw those of the first ended while others computed."""
+        found: list[Counters] = await self.async_llm.engine_core.call_utility_all_async(method, *arguments)
+        return {name: sum(each[name] for each in found) // (len(found) if name in _SHARES else 1) for name in found[0]}
 
     def _admit_everything(self) -> None:
         from vllm.exceptions import VLLMValidationError
@@ -336,6 +339,8 @@ class EngineAdapter:
 
 
 Counters = dict[str, int]
+_SHARES = frozenset({"kv_used_per_mille"})
+"""Counts of which several engines have the mean."""
 
 
 def worker_replies(answers: list[dict[str, str | None]]) -> list[Any]:

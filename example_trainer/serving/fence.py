@@ -266,7 +266,8 @@ class Fence:
         """Wait until the requests inside have ended, the engine is paused, or it has done nothing for `quiet_seconds`.
 
         In that case they wait for their clients: one that read its stream no further, or never sent the body that it
-        had announced, held up a publish under `finish` without end.
+        had announced, held up a publish under `finish` without end. Or they are paused by hand: an operator who paused
+        a server and then had it drain would have waited for his own resume.
         """
         now = quiet_since = time.monotonic()
         end, generated = now + limit_seconds, -1
@@ -276,7 +277,8 @@ class Fence:
                 return
             counters = await self._engine.counters()
             before, generated = generated, counters["generated_tokens_total"]
-            if counters["requests_running"] or counters["requests_waiting"] or generated != before:
+            computes = not self._held and (counters["requests_running"] or counters["requests_waiting"])
+            if computes or generated != before:
                 quiet_since = now
             elif now - quiet_since >= quiet_seconds:
                 return

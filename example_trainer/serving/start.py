@@ -36,6 +36,7 @@ from example_trainer.serving.startup import (
     StartingAnswers,
     await_model,
     check_replaceable,
+    check_sharing,
     check_start,
     described,
     is_latent,
@@ -141,6 +142,8 @@ def _prepare_vllm(config: ServerConfig, rest: list[str]) -> Any:
         raise CannotServe(
             f"--worker-extension-cls {args.worker_extension_cls}: the server sets this option itself; leave it out"
         )
+    if config.shares(os.environ):
+        check_sharing(config, os.environ, data_parallel_size=args.data_parallel_size)
     args.worker_extension_cls = WORKER_EXTENSION
     args.hf_overrides = with_head_dtype(args.hf_overrides, config.head_dtype)
     check_replaceable(

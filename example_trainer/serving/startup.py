@@ -101,9 +101,13 @@ def check_vllm_version() -> None:
         raise CannotServe(f"vLLM {version} cannot report which weights sampled a token; install vLLM {needed} or newer")
 
 
-def check_sharing(config: ServerConfig, environ: Mapping[str, str]) -> None:
-    """Refuse the features of vLLM under which a parameter is not one plain tensor."""
+def check_sharing(config: ServerConfig, environ: Mapping[str, str], *, data_parallel_size: int = 1) -> None:
+    """Refuse the features of vLLM under which a parameter is not one plain tensor.
+
+    Of several engines only the first one's tensors would be written, and the others' tokens have the new version too.
+    """
     refused = {
+        f"--data-parallel-size {data_parallel_size}": data_parallel_size > 1,
         f"--tensor-parallel-size {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
         f"--pipeline-parallel-size {config.pipeline_parallel_size}": config.pipeline_parallel_size > 1,
         f"--quantization {config.quantization}": config.quantization is not None,

@@ -63,6 +63,7 @@ def check_internals() -> None:
         ),
         "vllm.v1.engine.core_client": (
             "AsyncMPClient.call_utility_async",
+            "AsyncMPClient.call_utility_all_async",
             "AsyncMPClient._call_utility_async",
             "AsyncMPClient.add_request_async",
         ),

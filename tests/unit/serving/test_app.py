@@ -261,6 +261,21 @@ async def test_a_draining_server_waits_for_what_its_engine_computes_and_for_noth
     await asyncio.wait_for(draining, 1)
 
 
+async def test_a_draining_server_that_is_paused_by_hand_does_not_wait_for_the_resume(gate, monkeypatch):
+    """It waited for ever."""
+    monkeypatch.setattr(fence_module, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(app_module, "BEGUN_ANSWERS_SECONDS", 0.3)
+    engine = StubEngine()
+    fence = Fence(engine, gate, header=None)
+    await gate.enter()
+    engine.now_running |= {"computed_tokens": [7]}
+    await fence.hold()
+    draining = asyncio.ensure_future(until_drained(gate, fence))
+    await asyncio.sleep(0.1)
+    assert not draining.done(), "the pause may end"
+    await asyncio.wait_for(draining, 2)
+
+
 async def test_a_draining_server_does_not_wait_for_requests_that_are_paused_with_torn_weights(gate, monkeypatch):
     """No publish reaches it any more, so they never ended, and it never left."""
     monkeypatch.setattr(fence_module, "_LOOK_SECONDS", 0.02)

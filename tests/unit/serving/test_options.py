@@ -286,6 +286,13 @@ def test_vllms_routes_of_development_are_not_served(monkeypatch, caplog):
     assert "VLLM_SERVER_DEV_MODE is ignored" in caplog.text
 
 
+def test_a_server_of_several_engines_does_not_share_its_weights():
+    """A trainer would write those of the first engine, and the others would stamp the new version on old weights."""
+    startup.check_sharing(config(), {}, data_parallel_size=1)
+    with pytest.raises(CannotServe, match=r"--data-parallel-size 2 cannot be combined with --share-weights"):
+        startup.check_sharing(config(), {}, data_parallel_size=2)
+
+
 def test_a_quantised_checkpoint_is_refused_for_sharing():
     startup.check_quantised_checkpoint(None)
     with pytest.raises(CannotServe, match="fp8"):

@@ -14,6 +14,7 @@ from example_trainer.testing import make_tiny_model
 
 CONFIGURE = """
 import json, os, sys
+from example_trainer.errors import CannotServe
 from example_trainer.serving.config import prepare_environment, read_config
 from example_trainer.serving.start import _prepare_vllm
 from example_trainer.weights.served_model import link_served
@@ -28,10 +29,17 @@ def configured(model, *flags):
     given = {"dtype": args.dtype, "hf_overrides": args.hf_overrides, "skip_tokenizer_init": True}
     return ModelConfig(model=args.model, **given)
 
+def refused(*flags):
+    try:
+        configured(versions[0], *flags)
+    except CannotServe as error:
+        return str(error)
+
 versions = [Path(path) for path in sys.argv[1:]]
 print(json.dumps({
     "heads": [str(configured(versions[0], *flags).head_dtype) for flags in ((), ("--head-dtype", "auto"))],
     "linked": [configured(link_served(version)).compute_hash() for version in versions],
+    "engines": refused("--share-weights", "--data-parallel-size", "2"),
     "apart": [configured(version).compute_hash() for version in versions],
 }))
 """
@@ -58,3 +66,7 @@ def test_every_version_behind_the_link_has_the_same_compiled_graphs(found: dict[
     """VLLM finds the graphs of an earlier server by this hash; with a path of its own each version would compile."""
     assert len(set(found["linked"])) == 1
     assert len(set(found["apart"])) == 2
+
+
+def test_several_engines_are_refused_with_shared_weights_before_any_is_started(found: dict[str, Any]) -> None:
+    assert "--data-parallel-size 2 cannot be combined with --share-weights" in found["engines"]

@@ -46,22 +46,50 @@ def failure(text):
     return {"reply": None, "error": text}
 
 
-def calling(answers):
-    """Return the adapter of an engine whose workers give these answers."""
+def engine_of(call_utility_all_async):
     engine = object.__new__(EngineAdapter)
-
-    async def collective_rpc(method, args):
-        assert (method, args) == ("atropos_call", ("atropos_checksum", 1))
-        return answers
-
-    engine.async_llm = SimpleNamespace(collective_rpc=collective_rpc)
+    engine.async_llm = SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=call_utility_all_async))
     return engine
+
+
+def calling(*engines):
+    """Return the adapter of engines whose workers give these answers."""
+
+    async def call(*called):
+        assert called == ("collective_rpc", "atropos_call", None, ("atropos_checksum", 1), None)
+        return list(engines)
+
+    return engine_of(call)
 
 
 def test_the_replies_of_all_ranks_are_returned_in_their_order():
     engine = calling([reply({"rank": 0}), reply({"rank": 1})])
     assert asyncio.run(engine.call_workers("atropos_checksum", 1)) == [{"rank": 0}, {"rank": 1}]
     assert asyncio.run(engine.call_worker("atropos_checksum", 1)) == {"rank": 0}
+
+
+def test_a_worker_that_fails_in_another_engine_than_the_first_fails_the_call():
+    """With --data-parallel-size an adapter was served that the second engine had not loaded."""
+    with pytest.raises(WorkerFailed, match=r"^rank 1: no room$"):
+        asyncio.run(calling([reply({})], [failure("no room")]).call_workers("atropos_checksum", 1))
+
+
+def test_the_counts_are_those_of_all_engines_together():
+    """A drain ended when the first engine had no requests, while others still computed."""
+    idle = {"generated_tokens_total": 5, "requests_running": 0, "requests_waiting": 0, "kv_used_per_mille": 100}
+    busy = {"generated_tokens_total": 7, "requests_running": 3, "requests_waiting": 1, "kv_used_per_mille": 300}
+
+    async def call(method):
+        assert method == "atropos_counters"
+        return [idle, busy]
+
+    counters = asyncio.run(engine_of(call).counters())
+    assert counters == {
+        "generated_tokens_total": 12,
+        "requests_running": 3,
+        "requests_waiting": 1,
+        "kv_used_per_mille": 200,
+    }
 
 
 @pytest.mark.parametrize("failed", [0, 1])
