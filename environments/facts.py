@@ -155,7 +155,7 @@ def _server_facts(server: APIServerConfig) -> dict[str, Any]:
 
 def _render_chat(facts: Facts) -> None:
     """Render a chat with the tokenizer that the settings name, if it is a directory here with a chat template."""
-    folder = Path(facts.env.get("tokenizer_name") or "")
+    folder = expand_home(facts.env.get("tokenizer_name") or "")
     if not (folder / "tokenizer.json").is_file():
         return
     messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
@@ -194,7 +194,7 @@ def _find_class(server: str) -> type[Environment]:
     """Return the environment class that starts when `server` is run."""
     if server in environment_names():
         return load_environment(server)
-    module = _load_file(Path(server)) if server.endswith(".py") else importlib.import_module(server)
+    module = _load_file(expand_home(server)) if server.endswith(".py") else importlib.import_module(server)
     found = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, BaseEnv)]
     own = [each for each in found if each.__module__ == module.__name__] or [each for each in found if each != BaseEnv]
     concrete = [each for each in own if not any(each in other.__mro__[1:] for other in own)]

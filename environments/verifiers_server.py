@@ -20,13 +20,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field
 
 from atropos_api.common import metric_names as names
 from atropos_api.common.concurrency import run_all, run_blocking
+from atropos_api.common.files import expand_home
 from atropos_api.common.import_path import import_file
 from environments.sdk import (
     APIServerConfig,
@@ -246,7 +246,7 @@ def load_environment(config: VerifiersEnvConfig) -> Any:
     try:
         with _own_signals():
             if config.environment.endswith(".py"):
-                return import_file(Path(config.environment)).load_environment(**options)
+                return import_file(expand_home(config.environment)).load_environment(**options)
             return package.load_environment(config.environment, **options)
     except (ImportError, AttributeError, TypeError, ValueError, OSError, RuntimeError) as error:
         raise VerifiersMissing(f"the environment {config.environment!r} cannot be loaded: {error}") from error

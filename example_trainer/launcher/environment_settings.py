@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos_api.common.cliconfig import ConfigError, merge
+from atropos_api.common.files import expand_home
 from atropos_api.common.identity import server_stem
 from environments.commands import environment_names
 from example_trainer.errors import TrainerError
@@ -180,7 +181,7 @@ def program_of(server: str) -> tuple[str, ...]:
     is ours), by the name under which an installed package offers it, or as a module.
     """
     if server.endswith(".py"):
-        for path in (Path(server), PACKAGE_ROOT / "environments" / server):
+        for path in (expand_home(server), PACKAGE_ROOT / "environments" / server):
             if path.is_file():
                 return (str(path.absolute()),)
         where = "no such file here or among the environments of this package"
