@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from atropos_api.client import BrokerClient
+from atropos_api.client import BrokerClient, BrokerRefused, is_outage
 from atropos_api.client.calls import BrokerUnreachable
 from atropos_api.client.events import explain_drops
 from atropos_api.common.concurrency import Wait
@@ -28,7 +28,7 @@ from atropos_api.common.files import write_whole
 from atropos_api.wire import Batch, PolicyUpdate, RunInfo, RunRequest, ServerSet
 from atropos_api.wire.columns import MAGIC, pack_body
 from atropos_api.wire.columns_groups import NotColumnar, decode_batch, encode_group
-from example_trainer.errors import BadBatch, BatchTimeout, NotWritten, TrainerError
+from example_trainer.errors import BadBatch, BatchTimeout, MissingLogprobs, NotWritten, RanksFailed, TrainerError
 
 SUFFIX = ".atb"
 
@@ -287,3 +287,15 @@ class BatchFeed(Generic[ResultT]):
                 return self._prepare(batch)
             self._hints = self._explain()
         return None
+
+
+def ends_batches(error: Exception) -> bool:
+    """Return True for an error that comes in place of a batch, between two changes of the weights.
+
+    The batches since the last checkpoint may be gone with their broker; with --checkpoint-interval 0 those of all steps
+    are. A broker that has lost its store does not know the run.
+    """
+    if isinstance(error, RanksFailed):
+        return error.ends_batches
+    is_forgotten = isinstance(error, BrokerRefused) and error.kind == "unknown-run"
+    return is_forgotten or is_outage(error) or isinstance(error, BadBatch | BatchTimeout | MissingLogprobs)

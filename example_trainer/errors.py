@@ -89,6 +89,11 @@ class AdapterUnavailable(TrainerError):
 class RanksFailed(TrainerError):
     """The ranks of a run could not connect to each other, or rank 0 has failed."""
 
+    def __init__(self, message: str, *, ends_batches: bool = False) -> None:
+        super().__init__(message)
+        self.ends_batches = ends_batches
+        """True if rank 0 has failed with an error that came in place of a batch (`api.ends_batches`)."""
+
 
 class BadLayerFilter(TrainerError):
     """`--train-layer-indices` or `--lora-layer-indices` names layers that the model does not have."""

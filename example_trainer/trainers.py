@@ -249,12 +249,17 @@ class Trainer:
         """Return batch `step` once rank 0 has its share; until then the other ranks join rank 0 in publishes.
 
         Such a publish is needed when a server restarts while a batch is awaited. If rank 0 is to stop, the others do
-        not wait for a batch that may never be filled.
+        not wait for a batch that may never be filled; if it gets none, they are told, and all write a checkpoint.
         """
         if self._ranks.is_main:
-            prepared = feed.take(step)
-            self._ranks.on_main(lambda: _STOP if prepared is None else _BATCH)
-            return prepared
+            taken: list[PreparedBatch | None] = []
+
+            def take() -> str:
+                taken.append(feed.take(step))
+                return _STOP if taken[0] is None else _BATCH
+
+            self._ranks.on_main(take)
+            return taken[0]
         while (task := self._ranks.on_main(lambda: _PUBLISH)) == _PUBLISH:
             self._post_step.publish()
         return feed.take(step) if task == _BATCH else None

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from example_trainer.api import ends_batches
 from example_trainer.errors import RanksFailed
 from example_trainer.weight_protocol.transfer import default_group_near, make_store
 
@@ -137,6 +138,10 @@ class Ranks:
         """Run `action` on rank 0 only and return its result on every rank; its error is raised on every rank."""
         return action()
 
+    def have_heard(self, error: BaseException) -> bool:  # noqa: ARG002 - one process is told of its own errors
+        """Return True if `on_main` has raised this error on every rank, so that all can still act together."""
+        return True
+
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum over ranks the gradients of parameters that each rank holds whole."""
 
@@ -164,10 +169,15 @@ class GroupRanks(Ranks):
         self.world_size = dist.get_world_size(control)
         self._control = control
         self._data = data
+        self._heard: BaseException | None = None
+        """The last error of rank 0 that every rank has been told; on the others the one that they raised for it."""
 
     @property
     def data(self) -> Ranks:
         return self if self._data is None else self._data
+
+    def have_heard(self, error: BaseException) -> bool:
+        return error is self._heard
 
     def gather(self, value: ValueT) -> list[ValueT]:
         own = _as_tensor(encode(value))
@@ -183,14 +193,21 @@ class GroupRanks(Ranks):
         if not self.is_main:
             value, failure = decode(self._receive_from_main())
             if failure is not None:
-                raise RanksFailed(f"rank 0 has failed, so rank {self.rank} stops too: {failure}")
+                text, ends = failure
+                words = f"rank 0 has failed, so rank {self.rank} stops too: {text}"
+                self._heard = RanksFailed(words, ends_batches=ends)
+                raise self._heard
             return cast("ValueT", value)
         try:
             led = action()
             message = encode((led, None))
         except Exception as error:
-            with suppress(RanksFailed):  # `error` is the cause and is raised, even if another rank has ended already
-                self._send_to_others(encode((None, f"{type(error).__name__}: {error}")))
+            if not self.have_heard(error):  # else a call inside of this one has told it
+                with suppress(
+                    RanksFailed
+                ):  # `error` is the cause and is raised, even if another rank has ended already
+                    self._send_to_others(encode((None, (f"{type(error).__name__}: {error}", ends_batches(error)))))
+                    self._heard = error
             raise
         self._send_to_others(message)
         return led

@@ -16,13 +16,12 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from atropos_api.client import BrokerRefused, is_outage
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.secrets import public_settings
 from atropos_api.common.tracing import Span, current_span
-from example_trainer.api import BackgroundCall, BrokerSession
+from example_trainer.api import BackgroundCall, BrokerSession, ends_batches
 from example_trainer.checkpointing import note_begun, remembered
-from example_trainer.errors import BadBatch, BatchTimeout, CheckpointError, MissingLogprobs, WaitStopped
+from example_trainer.errors import CheckpointError, RanksFailed, WaitStopped
 from example_trainer.modeling.side_streams import SideStream
 from example_trainer.state import ObjectiveState, Phases, Progress, RandomState, TrainerState, random_state
 from example_trainer.step.save import save_from_all_ranks
@@ -128,17 +127,18 @@ class PostStep:
     def keep_steps(self, error: AtroposError) -> None:
         """Write a checkpoint of the last step if the run ends with an error that came in place of a batch.
 
-        Nothing is committed: the broker may be gone. A disk that is full hides no other error.
+        Nothing is committed: the broker may be gone. A disk that is full hides no other error. Of several ranks each
+        has a part of the checkpoint, and one that has failed alone leaves the others waiting elsewhere.
         """
-        if not _ends_batches(error) or self._learner.ranks.world_size > 1:
-            return  # of several ranks the others have ended, and each has a part
+        if not ends_batches(error) or not self._learner.ranks.have_heard(error):
+            return
         with suppress(AtroposError):
             self.join()  # a publish reads the weights
         if self._progress.step in (0, self._progress.checkpointed):
             return
         try:
             self._save(self._state(), self._random or random_state(), self._learner.objective.state())
-        except CheckpointError as refused:
+        except (CheckpointError, RanksFailed) as refused:
             logger.warning("the steps since the last checkpoint are lost: %s", refused)
 
     def finish(self, finished: bool) -> None:
@@ -271,13 +271,3 @@ class PostStep:
 def _within(context: AbstractContextManager[None], work: Callable[[], None]) -> None:
     with context:
         work()
-
-
-def _ends_batches(error: AtroposError) -> bool:
-    """Return True for an error that comes in place of a batch, between two changes of the weights.
-
-    The batches since the last checkpoint may be gone with their broker; with --checkpoint-interval 0 those of all steps
-    are. A broker that has lost its store does not know the run.
-    """
-    is_forgotten = isinstance(error, BrokerRefused) and error.kind == "unknown-run"
-    return is_forgotten or is_outage(error) or isinstance(error, BadBatch | BatchTimeout | MissingLogprobs)

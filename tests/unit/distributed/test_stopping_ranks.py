@@ -1,4 +1,4 @@
-"""A stop that reaches rank 0 alone."""
+"""A stop, or the loss of the broker, that reaches rank 0 alone."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from atropos_api.client import BrokerUnreachable
+from atropos_api.common.errors import AtroposError
+from example_trainer.api import ends_batches
 from example_trainer.config import TrainingConfig
 from example_trainer.distributed.ranks import Ranks
 from example_trainer.monitoring.trackers import RunTrackers
 from example_trainer.trainers import Trainer
+
+from .ranks import run_ranks
 
 
 class Leader(Ranks):
@@ -21,7 +28,11 @@ class Leader(Ranks):
         self.told: list[Any] = []
 
     def on_main(self, action: Callable[[], Any]) -> Any:
-        self.told.append(action())
+        try:
+            self.told.append(action())
+        except BrokerUnreachable as error:
+            self.told.append(error)
+            raise
         return self.told[-1]
 
 
@@ -45,6 +56,8 @@ class Feed:
 
     def take(self, number: int) -> Any:
         assert self._batches, "a rank waits for a batch that nobody fills"
+        if isinstance(self._batches[0], Exception):
+            raise self._batches[0]
         return self._batches.pop(0)
 
 
@@ -65,7 +78,33 @@ def test_no_rank_waits_for_a_batch_after_a_stop_that_only_rank_0_has_heard() -> 
     assert take(Follower(leader.told)) is None
 
 
+def test_the_others_are_told_that_rank_0_gets_no_batch() -> None:
+    """Each needs to know, because each has a part of the checkpoint that is written then."""
+    leader = Leader()
+    with pytest.raises(BrokerUnreachable):
+        take(leader, BrokerUnreachable("nothing answers"))
+    assert [type(each) for each in leader.told] == [BrokerUnreachable]
+
+
 def test_each_rank_takes_its_share_once_rank_0_has_its_own() -> None:
     leader = Leader()
     assert take(leader, "share of rank 0") == "share of rank 0"
     assert take(Follower(leader.told), "share of rank 1") == "share of rank 1"
+
+
+def lose_the_broker(ranks: Ranks) -> list[Any]:
+    """Return what this rank knows of an outage within another exchange, and the ranks that exchange something then."""
+
+    def announce() -> str:
+        raise BrokerUnreachable("nothing answers")
+
+    try:
+        ranks.on_main(lambda: ranks.on_main(announce))
+    except AtroposError as error:
+        return [ends_batches(error), ranks.have_heard(error), ranks.gather(ranks.rank)]
+    raise AssertionError("the outage was not raised")
+
+
+def test_after_an_outage_that_rank_0_met_all_ranks_can_still_write_a_checkpoint_together(tmp_path: Path) -> None:
+    """A run of several processes with --checkpoint-interval 0 lost all of its steps."""
+    assert run_ranks(2, tmp_path / "meeting", lose_the_broker) == [[True, True, [0, 1]]] * 2

@@ -11,7 +11,7 @@ import torch
 from atropos_api.client import BrokerRefused, BrokerUnreachable
 from atropos_api.client.calls import RunSuperseded
 from example_trainer.config import TrainingConfig
-from example_trainer.errors import BatchTimeout, PublishFailed, WaitStopped
+from example_trainer.errors import BatchTimeout, PublishFailed, RanksFailed, WaitStopped
 from example_trainer.state import Phases, Progress
 from example_trainer.step import post_step as module
 from example_trainer.step.post_step import PostStep
@@ -48,13 +48,13 @@ class Calls:
 def make(tmp_path, monkeypatch):
     """A function that returns a post-step and the calls that it makes, if a publish ends with this error."""
 
-    def made(failure, **settings):
+    def made(failure, hears=True, **settings):
         calls = Calls(failure)
         monkeypatch.setattr(module, "save_from_all_ranks", lambda *_: calls.made.append("save"))
         learner = SimpleNamespace(
             policy=SimpleNamespace(device=torch.device("cpu")),
             objective=SimpleNamespace(state=dict),
-            ranks=SimpleNamespace(on_main=lambda call: call(), world_size=1),
+            ranks=SimpleNamespace(on_main=lambda call: call(), world_size=1, have_heard=lambda _: hears),
             updates=1,
             loss_scale=None,
         )
@@ -94,6 +94,7 @@ NO_MORE = [
     BrokerUnreachable("nothing answers"),
     BrokerRefused({"type": "https://atropos/problems/unknown-run", "detail": "no run r"}, 404),
     BrokerRefused({"detail": "Bad Gateway of a proxy"}, 502),
+    RanksFailed("rank 0 has failed", ends_batches=True),
 ]
 
 
@@ -105,6 +106,15 @@ def test_the_steps_of_a_run_whose_broker_is_gone_are_kept(make, error):
         with pytest.raises(type(error)):
             training_that_ends_with(error, post_step).train()
     assert made == ["save"]
+
+
+@pytest.mark.parametrize(("error", "hears"), [(RanksFailed("rank 0 has failed"), True), (NO_MORE[1], False)])
+def test_no_rank_writes_its_part_of_a_checkpoint_that_the_others_do_not_write(make, error, hears):
+    """It would wait for them until the time limit of an exchange."""
+    post_step, made = make(None, hears=hears, weight_bridge_mode="none", checkpoint_interval=0)
+    with pytest.raises(type(error)):
+        training_that_ends_with(error, post_step).train()
+    assert made == []
 
 
 def test_the_weights_of_a_run_that_another_trainer_has_taken_over_are_not_written(make):
