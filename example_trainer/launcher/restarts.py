@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from atropos_api.common.control_groups import count_kernel_kills
+from atropos_api.common.errors import OUTAGE
 from example_trainer.launcher.plan import LATEST_CHECKPOINT, TRAINER
 from example_trainer.launcher.run_file import RunConfig
 from example_trainer.launcher.supervisor import EXPLAINED_IN_ONE_LINE, FAILURE_GRACE_SECONDS, Supervisor, describe_end
@@ -160,11 +161,11 @@ class Restarts:
         code = child.exit_code
         if not child.spec.may_restart or code in EXPLAINED_IN_ONE_LINE:
             return child.spec.why_final
-        by_chance = code is None or -code in _OUTSIDE_SIGNALS or code - 128 in _STOPS
+        by_chance = code is None or -code in _OUTSIDE_SIGNALS or code - 128 in _STOPS or code == OUTAGE
         killed = by_chance or (code is not None and code < 0)
         if child.name in never_ready and not killed:
             return "it has never been ready, so its settings do not work here"
-        if code == -signal.SIGKILL and self._clock() - self._killed_at <= FREEING_SECONDS:
+        if code in (-signal.SIGKILL, OUTAGE) and self._clock() - self._killed_at <= FREEING_SECONDS:
             return "the kernel has ended a process for lack of memory; see dmesg, and give the run more or ask for less"
         lines = child.last_lines()
         if not killed and any(_LACKS_MEMORY.search(line) for line in lines):

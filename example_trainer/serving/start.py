@@ -18,6 +18,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atropos_api.common.errors import OUTAGE
 from atropos_api.common.logs import LogContext, setup_logging
 from example_trainer.errors import CannotServe
 from example_trainer.processes.gpus import serves_from_gpu
@@ -81,16 +82,15 @@ def run(argv: Sequence[str]) -> int:
         announce_start(config.broker_url, identity, config.broker_source(os.environ))
     try:
         with server_scratch(os.environ):
-            failure = _serve(config, rest, boot_id, cause, sockets, starting, logs, identity)
+            code, failure = _serve(config, rest, boot_id, cause, sockets, starting, logs, identity)
     finally:
         if config.broker_url is not None and identity is not None:
             withdraw(config.broker_url, identity, config.broker_source(os.environ))
         cause.unlink(missing_ok=True)
         _tidy(config, boot_id)
-    if failure is None:
-        return 0
-    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: vLLM's engine has failed: {failure}\n")
-    return 1
+    if code:
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: vLLM's engine has failed: {failure}\n")
+    return code
 
 
 def _serve(
@@ -102,8 +102,8 @@ def _serve(
     starting: StartingAnswers | None,
     logs: LogContext,
     identity: RegistrationIdentity | None,
-) -> str | None:
-    """Serve until stopped; return the cause if the engine failed, else None."""
+) -> tuple[int, str]:
+    """Serve until stopped; return the exit code, and the cause if the engine failed."""
     began = time.monotonic()
     gc.disable()  # collection takes a fifth of the import time, and imported objects are never freed
     args = _prepare_vllm(config, rest)
@@ -129,7 +129,9 @@ def _serve(
         killed = _run(entry.run_server(args), server_run, cause)
     finally:
         server_run.tidy()
-    return killed or (server_run.engine_end and (read_cause(cause) or server_run.engine_end))
+    if killed:
+        return OUTAGE, killed
+    return (1, read_cause(cause) or server_run.engine_end) if server_run.engine_end else (0, "")
 
 
 def _prepare_vllm(config: ServerConfig, rest: list[str]) -> Any:

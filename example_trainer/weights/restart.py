@@ -22,7 +22,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from atropos_api.common.errors import REFUSED
+from atropos_api.common.errors import OUTAGE, REFUSED
 from example_trainer.errors import PublishFailed, ServerExited, ServerRefused, ServerUnavailable, WaitTimedOut
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import policy_options
@@ -144,8 +144,12 @@ class RestartBridge(WeightBridge):
         raise AssertionError("the last attempt returns or raises")
 
     def _may_start(self, exit_code: int | None) -> bool:
-        """Return True if another start of an exited server may succeed: it was killed, or its settings have worked."""
-        return exit_code is not None and (exit_code < 0 or (bool(self._version) and exit_code != REFUSED))
+        """Return True if another start of an exited server may succeed: it or its engine was killed, or its settings
+        have worked.
+        """
+        if exit_code is None or exit_code == REFUSED:
+            return False
+        return exit_code < 0 or exit_code == OUTAGE or bool(self._version)
 
     def _serve(self, manager: VllmManager, directory: Path, version: int) -> tuple[ServerInfo, float]:
         """Have the directory served; return the serving process's info and the seconds in which no server answered."""

@@ -186,6 +186,15 @@ def test_a_program_that_stops_in_order_at_a_signal_was_ended_by_chance_as_one_th
         restarts.due()
 
 
+def test_a_server_whose_engine_was_killed_before_it_was_ready_is_started_again(supervisor, restarts, clock) -> None:
+    for number in range(3):
+        ended(supervisor.start(program("raise SystemExit(75)")))
+        (line,) = restarts.plan(restarts.judge_failures({"vllm"}))
+        assert f"restart {number + 1} of 3" in line
+        clock.now += 10
+        restarts.due()
+
+
 @pytest.mark.parametrize(
     "message",
     [
