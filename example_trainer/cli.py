@@ -81,12 +81,13 @@ class StopFlag:
     """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        # Not an event: another signal in the middle of its `set` would wait for ever for the lock that `set` holds.
+        self._is_set = False
         self.signal_number: int | None = None
         self.training = False
 
     def is_set(self) -> bool:
-        return self._event.is_set()
+        return self._is_set
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -104,7 +105,7 @@ class StopFlag:
         if not self.training:
             raise SystemExit(128 + number)
         self.signal_number = number
-        self._event.set()
+        self._is_set = True
         if number == signal.SIGHUP:
             return
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -185,8 +185,9 @@ class Worker:
     async def run(self, work: Callable[[], ResultT], *, about: str) -> ResultT:
         """Return the result of `work`; the log says every ten seconds what is waited for."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._make_calls, name=about, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._make_calls, name=about, daemon=True)
+            thread.start()  # fails where the system has no thread left; kept before, its calls would wait for ever
+            self._thread = thread
         return await _run_elsewhere(work, self._calls.put, about=about)
 
     def _make_calls(self) -> None:

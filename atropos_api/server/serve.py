@@ -84,9 +84,10 @@ class BrokerServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler's form
         # Unlike uvicorn's, this does not raise the signal again after the shutdown: a stop is not a failure.
-        self.force_exit = self.should_exit and sig == signal.SIGINT
-        self.should_exit = True
-        self._stop()
+        had, self.should_exit = self.should_exit, True
+        self.force_exit = had and sig == signal.SIGINT
+        if not had:  # a second signal may come in the middle of a stop, which takes a lock
+            self._stop()
 
 
 def _uvicorn_config(app: BrokerASGI, config: BrokerConfig) -> uvicorn.Config:

@@ -127,6 +127,8 @@ class Members:
             if member is not None:
                 self._done[index] = member
                 note_attempt_done()
+                if (next_draw := self._running.pop(index, scope)) is not scope:
+                    next_draw.cancel()  # this one ended just as it was given up
         if self._running.get(index) is scope:  # a late member's place may have been taken by its next draw
             del self._running[index]
         self._changed.set()

@@ -112,7 +112,7 @@ class PostStep:
         unchanged = progress.published_step is not None and progress.published_step == progress.weights_step
         if not (self._config.registered_servers and unchanged):
             self._take_version()
-        self._publish_taken()
+        self._publish_taken(progress.step)
 
     def needs_publish(self) -> bool:
         """Return True if a server has restarted and needs a new publish; called while a batch is awaited."""
@@ -168,7 +168,7 @@ class PostStep:
     ) -> None:
         if publish:
             with span.child("publish", version=self._progress.version):
-                self._publish_taken()
+                self._publish_taken(step)
         else:
             # The version is unchanged, but the broker must know the step, or environments wait for it.
             self._session.announce_policy(self._progress.version, step)
@@ -227,7 +227,8 @@ class PostStep:
         progress.steps_by_version[progress.version] = progress.step
         self._alignment.published(progress.version)
 
-    def _publish_taken(self) -> None:
+    def _publish_taken(self, step: int) -> None:
+        """Publish the version that was taken, which is of `step`: in a thread, another batch may end meanwhile."""
         version = self._progress.version
         try:
             with self._phases.during("publish"):
@@ -237,7 +238,7 @@ class PostStep:
             # A run that goes on from that publishes its weights.
             logger.warning("version %d is not published: %s", version, stopped)
             return
-        self._session.announce_policy(version, self._progress.step, self.report.policy_name, self.report.servers)
+        self._session.announce_policy(version, step, self.report.policy_name, self.report.servers)
 
     def _commit(self, step: int) -> None:
         self._session.commit(step)

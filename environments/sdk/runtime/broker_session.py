@@ -140,14 +140,14 @@ class BrokerConnection:
             while dropped.total == reported:
                 await dropped.changed.wait()
             assert self.info is not None
-            reported = dropped.total
+            total = dropped.total
             try:
                 await self._client.report_dropped(self.info.environment_id, dropped.report())
-            except BrokerRefused as error:
-                if _lacks_route(error):
+                reported = total
+            except AtroposError as error:
+                if isinstance(error, BrokerRefused) and _lacks_route(error):
                     logger.debug("this broker accepts no reports of dropped groups: %s", error)
                     return
-            except AtroposError as error:
                 logger.debug("dropped groups could not be reported; the next report includes them: %s", error)
             await anyio.sleep(REPORT_SECONDS)
 

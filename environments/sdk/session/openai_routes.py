@@ -122,6 +122,12 @@ class AnswerStream:
         self.task = task
         task.add_done_callback(lambda _: self._pieces.put_nowait(None))
 
+    async def end(self) -> None:
+        """Stop the sampling: a coroutine, because Starlette calls plain functions in a thread, and no other thread may
+        cancel a task.
+        """
+        self.task.cancel()
+
     def on_delta(self, delta: Delta) -> None:
         self._pieces.put_nowait(delta)
         self.started.set()
@@ -199,7 +205,7 @@ class SessionRoutes:
             stream = AnswerStream(writer)
             stream.follow(served.start(call(**arguments, on_delta=stream.on_delta)))
             await _wait_until_started(stream.started, stream.task, request.receive)
-            ended = BackgroundTask(stream.task.cancel)  # also if the client disconnects before the first piece is sent
+            ended = BackgroundTask(stream.end)  # also if the client disconnects before the first piece is sent
             return StreamingResponse(stream.events(), media_type="text/event-stream", background=ended)
         task = served.start(call(**arguments))
         await _wait_until_started(None, task, request.receive)

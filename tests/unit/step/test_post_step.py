@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from example_trainer.step import post_step as module
 from example_trainer.step.post_step import PostStep
 from example_trainer.trainers import Trainer
 from example_trainer.training import Gradients, Learner
+from example_trainer.weights.base import PublishReport
 
 
 class Calls:
@@ -87,6 +89,24 @@ def test_a_publish_that_fails_ends_the_run(make):
     with pytest.raises(PublishFailed):
         post_step.start(1)
     assert made == [("publish", 1)]
+
+
+def test_a_publish_is_announced_with_its_own_step_though_a_batch_without_signal_has_ended_meanwhile(make):
+    """Such a batch waits for no publish. The version counted as one step newer, and after a crash as orphaned."""
+    post_step, _ = make(None, weight_bridge_mode="shared_vllm", overlap_publish=True)
+    released, announced = threading.Event(), []
+
+    def publish(version):
+        assert released.wait(10)
+        return PublishReport(version=version, seconds=0.0)
+
+    post_step._bridge.publish = publish
+    post_step._session.announce_policy = lambda version, step, *_: announced.append((version, step))
+    post_step.start(1)
+    post_step._progress.step = 2
+    released.set()
+    post_step.join()
+    assert announced == [(1, 1)]
 
 
 NO_MORE = [

@@ -39,6 +39,25 @@ time.sleep(0.8)
 print("went on")
 """
 
+INTERRUPTED = """
+import signal, sys
+from example_trainer.cli import StopFlag
+
+def hang_up_again(frame, event, argument):
+    if event == "line":
+        signal.raise_signal(signal.SIGHUP)
+    return hang_up_again
+
+stop = StopFlag()
+stop.training = True
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+with stop.listening():
+    sys.settrace(hang_up_again)
+    signal.raise_signal(signal.SIGHUP)
+    sys.settrace(None)
+print(stop.is_set())
+"""
+
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(program)]
@@ -80,3 +99,9 @@ def test_a_terminal_that_is_closed_stops_the_training_in_order_and_nohup_does_no
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_signals_in_the_middle_of_the_handling_of_one_stop_the_training_in_order() -> None:
+    """A closed terminal and its shell send two at once, and the second waited for a lock that the first held."""
+    ended = run(INTERRUPTED)
+    assert (ended.returncode, ended.stdout) == (0, "True\n")

@@ -9,6 +9,8 @@ import pytest
 from atropos_api.client import BrokerRefused, BrokerUnreachable
 from atropos_api.wire.groups import Group
 from atropos_api.wire.messages import EnvironmentInfo, EnvironmentRequest, Pacing, SubmitAnswer
+from environments.sdk.reporting import EQUAL_SCORES, DroppedGroups, Rejection
+from environments.sdk.runtime import broker_session
 from environments.sdk.runtime.broker_session import BrokerConnection
 from environments.sdk.runtime.items import GroupKey, LeasedItem
 
@@ -190,3 +192,31 @@ async def test_a_group_for_a_run_that_the_broker_forgot_costs_that_group_and_not
             tasks.cancel_scope.cancel()
     assert (refused, ended) == ([0], items)
     assert list(client.taken) == ["run-2/item-0/0"]
+
+
+async def test_a_report_of_dropped_groups_that_is_lost_is_sent_again_without_another_drop(monkeypatch):
+    """The broker showed too few drops from then on, of an environment that dropped no more."""
+    monkeypatch.setattr(broker_session, "REPORT_SECONDS", 0.0)
+    forgotten = BrokerRefused({"type": "https://atropos/problems/unknown-environment"}, 404)
+    failures, taken, arrived = [BrokerUnreachable("gone"), forgotten], [], anyio.Event()
+
+    async def report_dropped(_environment_id, report):
+        if failures:
+            raise failures.pop(0)
+        taken.append(report.groups)
+        arrived.set()
+
+    client, dropped = ScriptedClient(), DroppedGroups()
+    client.report_dropped = report_dropped
+    link = BrokerConnection(
+        client, EnvironmentRequest(name="e", group_size=2, max_token_length=16), wait_timeout_seconds=5
+    )
+    await link.register()
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(link.keep_reporting, dropped)
+            await anyio.lowlevel.checkpoint()
+            dropped.record(Rejection(EQUAL_SCORES, "every score is 0"))
+            await arrived.wait()
+            tasks.cancel_scope.cancel()
+    assert taken == [{EQUAL_SCORES: 1}]

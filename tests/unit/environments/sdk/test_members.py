@@ -64,6 +64,36 @@ async def test_a_group_is_closed_without_its_late_member(caplog):
     assert "rollout 2 of 8 of item '7 + 5' is late" in caplog.text
 
 
+class EndingAsGivenUp(Members):
+    """Members of which the late ones end in the moment in which they are given up."""
+
+    def __init__(self, released, *args):
+        super().__init__(*args)
+        self._released = released
+
+    def _cancel_late(self, allowed_seconds):
+        self._released.set()
+        return super()._cancel_late(allowed_seconds)
+
+
+async def test_a_member_that_ends_as_it_is_given_up_is_kept_and_its_next_draw_ended():
+    """The group waited for that draw without a limit, and failed if it failed."""
+    drawing, released = Drawing(late=range(SIZE, 10 * SIZE)), anyio.Event()
+
+    async def draw():
+        member = await drawing()
+        if member[0]["tokens"][0] == 2:
+            await released.wait()
+        return member
+
+    counts = RolloutMetrics()
+    rule = MemberRule(size=SIZE, late="redraw", least=6, factor=1.0, draws=3)
+    with anyio.fail_after(2):
+        members = await EndingAsGivenUp(released, draw, rule, counts).collect()
+    assert [attempt["tokens"][0] for attempt, _ in members] == [*range(SIZE)]
+    assert counts.totals.redrawn == 1
+
+
 async def test_a_late_member_is_drawn_again_in_its_place():
     drawing = Drawing(late=[2, 8])
     calls, totals = await collect(drawing, "redraw")

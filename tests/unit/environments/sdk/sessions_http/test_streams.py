@@ -2,6 +2,7 @@
 
 import json
 import time
+from urllib.parse import urlsplit
 
 import anyio
 import pytest
@@ -217,6 +218,42 @@ async def test_a_client_that_leaves_in_the_middle_ends_its_request(make_manager,
             while manager.fake.in_flight:  # noqa: ASYNC110 - nothing tells when a server lets go of a request
                 await anyio.sleep(0.01)
         assert session.nodes == []
+    await manager.aclose()
+
+
+async def test_a_client_that_leaves_before_the_first_piece_is_sent_ends_the_sampling(make_manager, monkeypatch):
+    """Starlette called `Task.cancel` in a thread, where asyncio does not notice it, or breaks."""
+    manager = make_manager("0123456789" * 50)
+    manager.fake.event_seconds = 0.02
+    body = json.dumps({"messages": [USER], "stream": True}).encode()
+    received = iter([{"type": "http.request", "body": body}, None, {"type": "http.disconnect"}])
+
+    async def receive():
+        message = next(received)
+        return message or await anyio.sleep_forever()  # it is cancelled once the answer has begun
+
+    async def send(_):
+        await anyio.sleep_forever()  # its connection takes no byte any more
+
+    async def refuse(call, *_):
+        raise AssertionError(f"{call} is called in a thread")
+
+    monkeypatch.setattr("starlette.background.run_in_threadpool", refuse)
+    session = manager.open_session()
+    with manager.proxy.serve(session):
+        key = (b"authorization", f"Bearer {session.api_key}".encode())
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "method": "POST",
+            "path": f"{urlsplit(session.get_url()).path}/chat/completions",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), key],
+        }
+        await manager.proxy(scope, receive, send)
+        with anyio.fail_after(2):
+            while manager.fake.in_flight:  # noqa: ASYNC110 - the fake server has no event for it
+                await anyio.sleep(0.01)
     await manager.aclose()
 
 
