@@ -22,7 +22,7 @@ from example_trainer.training import Gradients, Learner
 class Calls:
     """A broker session and a bridge that note what is asked of them."""
 
-    info = SimpleNamespace(run_id="r")
+    info = SimpleNamespace(run_id="r", max_staleness=None)
 
     def __init__(self, failure):
         self.made, self._failure = [], failure
