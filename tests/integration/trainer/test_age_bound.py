@@ -65,6 +65,8 @@ def test_a_run_goes_on_when_an_evaluation_lets_go_of_a_version_that_has_become_t
         return report
 
     monkeypatch.setattr(ServingBridge, "publish", publish_and_hold)
-    train(bench, max_staleness=0)
-    assert held
-    assert bench.status()["counters"]["publishes_while_held_total"] == 0
+    bridge = train(bench, max_staleness=0)
+    (_, before), (_, after) = bridge.published[1:3]
+    assert len(held) == 1
+    assert after - before > 3.0
+    assert bench.status()["counters"]["publishes_while_held_total"] == 1, "that in which the hold began"
