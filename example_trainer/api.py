@@ -174,6 +174,10 @@ class BrokerSession:
         state = self._client.get_policy(run_id=self.info.run_id, epoch=self.info.epoch, wait_seconds=wait_seconds)
         return state.held_seconds
 
+    def is_held(self) -> bool:
+        """Return True while an evaluation holds the policy; called on rank 0 only, while other ranks may be waiting."""
+        return BrokerSession.held_seconds(self) > 0
+
     def commit(self, number: int) -> None:
         """Commit all batches up to `number`: a checkpoint covers them, or the run keeps no checkpoints."""
         self._client.commit(number, run_id=self.info.run_id, epoch=self.info.epoch)

@@ -113,7 +113,7 @@ def prepare_batch(
     counts = dict.fromkeys(("overlong", "truncated", "no_signal", "no_trained_token", "zeroed", "unusable"), 0)
     counts["absent"] = absent
     read = [_read_group(group, number, settings) for number, group in enumerate(batch.groups)]
-    lengths = [len(candidate.targets) for candidates in read for candidate in candidates]
+    lengths = [length for group in batch.groups for length in _lengths(group)]
     scores = [_scores(group, settings) for group in batch.groups]
     whole_batch_scores = None if whole is None else [_scores(group, settings) for group in whole.groups]
     advantages = compute_advantages(scores, settings.advantages, batch=whole_batch_scores)
@@ -165,9 +165,13 @@ def _read_group(group: Group, number: int, settings: DataSettings) -> list[Candi
 
 def _scores(group: Group, settings: DataSettings) -> list[float]:
     """Return a group's rewards with the length penalties applied."""
-    lengths = (int(np.count_nonzero(np.asarray(mask)[1:] != MASKED)) for mask in group.masks)
-    penalties = (overlong_penalty(length, settings.overlong) for length in lengths)
+    penalties = (overlong_penalty(length, settings.overlong) for length in _lengths(group))
     return [float(score) + penalty for score, penalty in zip(group.scores, penalties, strict=True)]
+
+
+def _lengths(group: Group) -> list[int]:
+    """Return the number of sampled tokens of each sequence; a first token is predicted by nothing and not counted."""
+    return [int(np.count_nonzero(np.asarray(mask)[1:] != MASKED)) for mask in group.masks]
 
 
 def generator_for(seed: int, batch_number: int) -> torch.Generator:

@@ -15,6 +15,7 @@ from atropos_api.broker.packing import (
     in_unit,
     lanes_in_unit,
     most_that_fits,
+    part_of_batch,
     queued_by_environment,
 )
 from atropos_api.broker.queue import version_of
@@ -290,7 +291,7 @@ class Batches:
     def _minima(self, run: RunRow) -> dict[int, int]:
         """Return the minimum of each alive environment, scaled down where they add up to more than a batch."""
         due = {
-            row.environment_id: int(run.batch_size * row.min_batch_allocation)
+            row.environment_id: part_of_batch(run.batch_size, row.min_batch_allocation)
             for row in self._state.alive_environments()
             if row.min_batch_allocation
         }

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from atropos_api.broker.activity import Activity
-from atropos_api.broker.batches import Batches, slice_for_rank
+from atropos_api.broker.batches import Batches, max_staleness_of, slice_for_rank
 from atropos_api.broker.counters import Drops
 from atropos_api.broker.environments import Environments
 from atropos_api.broker.fleets import Fleets
@@ -184,6 +184,7 @@ class Broker:
             committed_batch=run.committed_batch,
             leftover_groups=sum(len(groups) for groups in others),
             policy=run.policy,
+            max_staleness=max_staleness_of(self.state, run),
         )
 
     def update_policy(self, update: PolicyUpdate) -> PolicyState:

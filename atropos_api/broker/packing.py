@@ -232,6 +232,11 @@ def batch_in_sequences(run: RunRow, group_size: int) -> int:
     return run.batch_size if run.unit == "sequences" else run.batch_size * group_size
 
 
+def part_of_batch(batch_size: int, share: float) -> int:
+    """Return this share of a batch, rounded down; 0.29 of 100 is 29, although the product of the floats is below it."""
+    return int(batch_size * share + 1e-6)
+
+
 def in_unit(run: RunRow, groups_by_size: Mapping[int, int]) -> int:
     """Return counts of groups by size as one amount in the run's unit."""
     if run.unit == "groups":

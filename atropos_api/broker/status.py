@@ -22,7 +22,7 @@ from atropos_api.broker.flow import (
     describe_servers,
     describe_trainers,
 )
-from atropos_api.broker.packing import batch_in_sequences, queued_by_environment
+from atropos_api.broker.packing import batch_in_sequences, part_of_batch, queued_by_environment
 from atropos_api.broker.state import State
 from atropos_api.store.base import EnvironmentRow, ItemsRow, RunRow
 from atropos_api.wire.fleets import Fleet
@@ -293,7 +293,7 @@ class AtroposStatus:
         row = self._state.environments.find(env_id)
         if row is None or run is None or not row.min_batch_allocation:
             return packed
-        return max(0, packed - int(self.batch_sequences(run) * row.min_batch_allocation))
+        return max(0, packed - part_of_batch(self.batch_sequences(run), row.min_batch_allocation))
 
     def _queue_size(self, row: EnvironmentRow, own: int, others: int, run: RunRow | None) -> int:
         group_size = max(row.group_size, self._state.queue.largest_size_of(row.environment_id))

@@ -63,6 +63,8 @@ class RunInfo(msgspec.Struct, kw_only=True):
     leftover_groups: int
     """Groups of other runs that stay on disk and are never served to this one."""
     policy: str = DEFAULT_POLICY
+    max_staleness: int | None = None
+    """Most steps that a group's policy may be older than its batch, by the run's bound and the broker's own."""
 
 
 class PolicyUpdate(msgspec.Struct, kw_only=True):

@@ -66,10 +66,10 @@ def data_table(data: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
 
 def trained_length(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the mean length in tokens of all trained answers, by the steps of `metrics.jsonl`; None without any."""
-    known = [row for row in rows if names.RESPONSE_LENGTH_MEAN in row and row.get(names.SEQUENCES)]
-    sequences = sum(float(row[names.SEQUENCES]) for row in known)
-    tokens = sum(float(row[names.RESPONSE_LENGTH_MEAN]) * float(row[names.SEQUENCES]) for row in known)
-    return tokens / sequences if sequences else None
+    known = [row for row in rows if row.get(names.TRAINED_TOKENS) and row.get(names.TRAINED_LENGTH_MEAN)]
+    tokens = sum(float(row[names.TRAINED_TOKENS]) for row in known)
+    answers = sum(float(row[names.TRAINED_TOKENS]) / float(row[names.TRAINED_LENGTH_MEAN]) for row in known)
+    return tokens / answers if answers else None
 
 
 def _mean_length(items: Sequence[Mapping[str, Any]]) -> float | None:

@@ -47,7 +47,10 @@ class PublishOptions(BaseModel):
         "$LOGDIR, at the server's /bridge/info and in the current directory.",
     )
     vllm_restart_interval: int = Field(
-        3, ge=1, description="Publish every N steps: in none and lora_restart, and in lora_only if it is set."
+        3,
+        ge=1,
+        description="Publish every N steps, or sooner where --max-staleness needs it: in none and lora_restart, and in "
+        "lora_only if it is set.",
     )
     restart_method: Literal["restart", "reload"] = Field(
         "restart",

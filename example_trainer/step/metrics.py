@@ -84,7 +84,7 @@ def measure(batch: TrainingBatch, result: StepResult, progress: Progress) -> dic
 
 def ages_of(batch: TrainingBatch, progress: Progress) -> Tensor:
     """Return `[N]` the ages of a batch's trained tokens, in steps up to the weights that it is trained on."""
-    return token_ages(batch.targets.version_bounds, progress.steps_by_version, progress.step)
+    return token_ages(batch.targets.version_bounds, progress.steps_by_version, progress.weights_step)
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:

@@ -110,18 +110,21 @@ class PostStep:
         """
         progress = self._progress
         unchanged = progress.published_step is not None and progress.published_step == progress.weights_step
-        if not (self._config.registered_servers and unchanged):
+        if not (self._config.registered_servers and unchanged) or self._is_too_old():
             self._take_version()
         self._publish_taken(progress.step)
 
     def needs_publish(self) -> bool:
-        """Return True if a server has restarted and needs a new publish; called while a batch is awaited."""
+        """Return True if a server has restarted, or its version is too old; called while a batch is awaited."""
         if self._running is not None and not self._running.wait(0):
             return False
         self.join()
-        if not self._bridge.needs_publish():
+        if self._bridge.needs_publish():
+            logger.info("a server has no policy; publishing again")
+            return True
+        if not self._is_too_old() or self._session.is_held():
             return False
-        logger.info("a server has no policy; publishing again")
+        logger.info("no batch takes rollouts of version %d any more (--max-staleness)", self._progress.version)
         return True
 
     def keep_steps(self, error: AtroposError) -> None:
@@ -181,14 +184,24 @@ class PostStep:
 
     def _is_publish_due(self, step: int) -> bool:
         progress = self._progress
+        is_last = step == self._config.training_steps
         if progress.published_step is not None and progress.weights_step <= progress.published_step:
-            return False
+            return self._is_too_old() and not is_last
         since = step - (progress.published_step or 0)
-        if step == self._config.training_steps:
+        if is_last or self._is_too_old():
             return True
         if since < self._config.publish_interval:
             return False
         return not self._config.forwards_from_masters or self._bridge.should_publish(since)
+
+    def _is_too_old(self) -> bool:
+        """Return True if the broker would take no rollout of the published version into the next batch.
+
+        Then none would ever come: two steps without a signal ended a run with --max-staleness 1 by its batch timeout.
+        """
+        bound, progress = self._session.info.max_staleness, self._progress
+        published = progress.steps_by_version.get(progress.version, progress.step)
+        return bound is not None and progress.step - published > bound
 
     def _is_held(self, step: int) -> bool:
         """Return True if a policy hold postpones the publish; wait for the hold's end if training needs the publish."""

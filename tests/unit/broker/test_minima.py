@@ -120,3 +120,12 @@ def test_waiving_one_minimum_leaves_the_others(broker):
     broker.send(present, 3)
     assert broker.batch(1) == [1, 3]
     assert broker.counters.minima_waived_total == 1
+
+
+def test_a_minimum_is_the_stated_share_and_not_the_product_of_its_float(broker):
+    bound = broker.register("bound", group_size=1, min_batch_allocation=0.29)
+    free = broker.register("free", group_size=1)
+    broker.begin(batch_size=100)
+    broker.send(free, *range(1, 101), size=1)
+    broker.send(bound, *range(201, 231), size=1)
+    assert sum(ident > 200 for ident in broker.batch(1)) == 29

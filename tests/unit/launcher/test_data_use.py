@@ -38,12 +38,17 @@ def write_rows(run_dir: Path, *rows: dict[str, Any]) -> None:
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+IN_ANY_BATCH = {"data/sequences": 40, "response/length_mean": 31.0}
+"""The trainer leaves out answers that are too long or have no signal: they are in the batch and not trained."""
+
+
 def test_counts_of_items_and_the_lengths_of_sampled_and_trained_answers_are_in_the_summary(tmp_path: Path) -> None:
     write_data_use(tmp_path, STATUS)
     write_rows(
         tmp_path,
-        {"step": 1, "data/sequences": 10, "response/length_mean": 20.0},
-        {"step": 2, "data/sequences": 30, "response/length_mean": 24.0},
+        {"step": 1, **IN_ANY_BATCH, "data/trained_tokens": 200, "response/trained_length_mean": 20.0},
+        {"step": 2, **IN_ANY_BATCH, "data/trained_tokens": 720, "response/trained_length_mean": 24.0},
+        {"step": 3, **IN_ANY_BATCH, "data/trained_tokens": 0},
     )
     console = Console(width=200, record=True)
     console.print(as_table(summarise(tmp_path)))

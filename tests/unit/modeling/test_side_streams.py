@@ -161,7 +161,9 @@ def test_an_overlapped_publish_runs_in_its_own_stream_and_waits_for_that_alone(c
         learner=learner,
         alignment=SimpleNamespace(published=lambda _: None),
         session=SimpleNamespace(
-            info=SimpleNamespace(run_id="r"), announce_policy=lambda *_: None, held_seconds=lambda *_: 0.0
+            info=SimpleNamespace(run_id="r", max_staleness=None),
+            announce_policy=lambda *_: None,
+            held_seconds=lambda *_: 0.0,
         ),
         bridge=SimpleNamespace(publish=publish, should_publish=lambda _: True),
         phases=Phases(),

@@ -24,7 +24,7 @@ from example_trainer.weights.base import PublishReport
 class Calls:
     """A broker session and a bridge that note what is asked of them."""
 
-    info = SimpleNamespace(run_id="r")
+    info = SimpleNamespace(run_id="r", max_staleness=None)
 
     def __init__(self, failure):
         self.made, self._failure = [], failure

@@ -12,7 +12,8 @@ from atropos_api.wire import Batch, Group
 from example_trainer.config import TrainingConfig
 from example_trainer.data import data_settings, prepare_batch
 from example_trainer.group_sequences import leave_out_absent
-from example_trainer.step.metrics import describe, repetition
+from example_trainer.state import Progress
+from example_trainer.step.metrics import ages_of, describe, repetition
 
 
 def group(answers: list[list[int]], scores: list[float], env_id: int | None) -> Group:
@@ -92,3 +93,11 @@ def test_repetition_is_the_share_of_fourgrams_seen_before_in_the_same_answer() -
     assert repetition([varied, varied]) == 0.0
     assert repetition([looping]) == pytest.approx(15 / 17)
     assert repetition([np.arange(3)]) == 0.0
+
+
+def test_steps_that_change_no_weights_make_no_token_older() -> None:
+    """After three steps without a signal, --staleness-mask 2 masked all that the unchanged weights had sampled."""
+    sampled = group([[1], [2]], [0.0, 1.0], 0)
+    sampled.policy_versions = [[(2, 3, 5)], [(2, 3, 4)]]
+    batch = prepare_batch(Batch(number=7, run_id="r", groups=[sampled]), data_settings(TrainingConfig(model_name="m")))
+    assert ages_of(batch, Progress(step=6, weights_step=3, steps_by_version={4: 2, 5: 3})).tolist() == [0, 1]

@@ -299,6 +299,7 @@ def test_the_run_goes_on_without_groups_that_cannot_be_trained_if_it_is_asked_to
     assert (batch.counts["unusable"], len(batch.rows)) == (4, 2 * others)
     assert [row.group for row in batch.rows] == [1, 1][: 2 * others]
     assert batch.rewards == [1.0, 0.0] * (2 + others), "their rewards are reported all the same"
+    assert batch.response_lengths == prepare(good).response_lengths * (2 + others), "and so are their lengths"
     assert batch.advantages == [[0.0, 0.0], *[[0.5, -0.5]] * others, [0.0, 0.0]]
     assert "a group is left out: environment 3, sequence 1 of its group: tokens has the id 99" in caplog.text
     if others:
