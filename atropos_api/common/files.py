@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, BinaryIO, Self
@@ -111,9 +111,15 @@ class OutputFile:
             self._file: IO[bytes] = self.part.open("xb")
         except FileExistsError:
             raise FileInTheWay(f"{self.part} is in the way: another command has just begun to write to it") from None
-        if self._append and self.path.exists():
-            with self.path.open("rb") as old:
-                shutil.copyfileobj(old, self._file)
+        try:
+            if self._append and self.path.exists():
+                with self.path.open("rb") as old:
+                    shutil.copyfileobj(old, self._file)
+        except BaseException:
+            self.part.unlink()  # it holds nothing of the command's own
+            with suppress(OSError):
+                self._file.close()
+            raise
         self._begun_at = self._file.tell()
         return self
 
@@ -182,9 +188,10 @@ class RecentLines:
 
     def close(self) -> None:
         """Close the file; the next line opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # of a line whose write has failed before
+                file.close()
 
     def trim(self) -> None:
         """Reduce the closed file to its newest complete lines."""
