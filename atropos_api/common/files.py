@@ -59,7 +59,8 @@ def write_directory(directory: Path, *, synced: bool = False) -> Iterator[Path]:
     """Yield a new directory, which replaces `directory` when the block ends without an error.
 
     With `synced` its files are forced to the disk before the rename; the caller syncs the parent to force the rename.
-    After an error, or if the process is killed, `.NAME.part` stays next to it until the next call.
+    An error removes what was written, which may have filled the disk; if the process is killed, `.NAME.part` stays next
+    to it until the next call.
     """
     partial, old = (directory.with_name(f".{directory.name}.{suffix}") for suffix in ("part", "old"))
     shutil.rmtree(partial, ignore_errors=True)
@@ -67,11 +68,15 @@ def write_directory(directory: Path, *, synced: bool = False) -> Iterator[Path]:
         old.rename(directory)
     shutil.rmtree(old, ignore_errors=True)
     partial.mkdir(parents=True)
-    yield partial
-    if synced:
-        for path in partial.iterdir():
-            sync_path(path)
-        sync_path(partial)
+    try:
+        yield partial
+        if synced:
+            for path in partial.iterdir():
+                sync_path(path)
+            sync_path(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if directory.exists():
         directory.rename(old)
     partial.rename(directory)
