@@ -24,6 +24,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -331,13 +332,15 @@ def latest_of_broker(url: str, count: int, *, token: str | None = None) -> Sourc
     seen: deque[dict[str, Any]] = deque(maxlen=count)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(f"{url.rstrip('/')}/v1/groups/latest", headers=headers)  # noqa: S310 - the user's
+    # As in all other calls to a broker: a proxy does not reach this machine, and would be shown the token.
+    without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def ask() -> list[dict[str, Any]]:
         try:
-            with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - the same
+            with without_proxy.open(request, timeout=10) as answer:
                 content = answer.read()
             group = json.loads(content) if content else None  # it is empty until a first group has come
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             raise GroupsUnreadable(f"{url}: no group could be fetched ({error})") from error
         if isinstance(group, dict) and group.get("scores") and group not in seen:
             seen.appendleft(group)

@@ -108,7 +108,7 @@ def link_as_course(root: Path, *, final: str | None = None) -> None:
 
 
 def find_checkpoint(resume: str | None, root: Path) -> Path | None:
-    """Return the checkpoint for `--resume`: the one at a path, or for `auto` the undamaged one written last in `root`.
+    """Return the checkpoint for `--resume`: the one at a path, or for `auto` the newest undamaged one of the run.
 
     `auto` returns None if there is no checkpoint. Raises `CheckpointError`, which names the fault, for a path without
     a checkpoint or with a damaged one, and for `auto` if all are damaged: a new start would need batches that the
@@ -354,31 +354,26 @@ def remembered(steps_by_version: Mapping[int, int]) -> dict[str, int]:
     return {str(version): steps_by_version[version] for version in newest}
 
 
-def _last_written_first(root: Path) -> list[Path]:
-    """Return the checkpoints, highest step first; those that a resume went back from come after all others.
+def _newest_first(root: Path) -> list[Path]:
+    """Return the checkpoints, highest step first; those of higher steps than `latest` points to come after all others.
 
-    These have higher steps than the one that `latest` points to, and are older than that link, which a resume renews.
+    A resume that went back has left them, and a kill just before the link was moved costs only the steps since the
+    checkpoint before, which the broker still has. The files' times do not tell which it was: a copy of the run has new
+    ones, and a clock may be set back.
     """
     found, link = list_checkpoints(root)[::-1], root / LATEST
-    if not link.is_symlink():
+    last = _NAME.fullmatch(link.readlink().name) if link.is_symlink() else None
+    if last is None:
         return found
-    last, written_ns = link.readlink().name, link.lstat().st_mtime_ns
-    beyond = found[: next((at for at, path in enumerate(found) if path.name == last), 0)]
-    left = [path for path in beyond if _written_ns(path) <= written_ns]
+    left = [path for path in found if _step_of(path) > int(last[1])]
     if left:
-        logger.warning("the run went on at %s, so %s are not continued", last, ", ".join(path.name for path in left))
+        logger.warning("%s points to %s, so %s are not continued", link, last[0], ", ".join(path.name for path in left))
     return [*(path for path in found if path not in left), *left]
-
-
-def _written_ns(checkpoint: Path) -> int:
-    """Return the time at which a checkpoint was written: that of its last file, or its folder's if that is missing."""
-    state = checkpoint / STATE_FILE
-    return (state if state.exists() else checkpoint).stat().st_mtime_ns
 
 
 def _newest_whole(root: Path) -> Path | None:
     faults: list[str] = []
-    for path in _last_written_first(root):
+    for path in _newest_first(root):
         fault = fault_of(path)
         if fault is None:
             return path

@@ -32,6 +32,7 @@ from typing import Any, Self, TypeVar
 
 import psutil
 
+from atropos_api.common.control_groups import free_memory_bytes
 from atropos_api.common.identity import host_in_url
 from example_trainer.errors import CannotServe, ServerExited, ServerRefused, ServerUnavailable
 from example_trainer.options.server import server_settings
@@ -187,7 +188,7 @@ class VllmManager:
         """Start a standby for the next `replace`, unless there is one, memory is short or the options say no."""
         if self._server is None or not self._options.standby or (self._standby is not None and self._standby.running):
             return
-        if psutil.virtual_memory().available < STANDBY_FREE_BYTES:
+        if free_memory_bytes(psutil.virtual_memory().available) < STANDBY_FREE_BYTES:
             logger.info("no standby server is started: less than %d GiB of memory is free", STANDBY_FREE_BYTES >> 30)
             return
         self._drop_standby()

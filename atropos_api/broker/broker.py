@@ -194,7 +194,7 @@ class Broker:
         """
         run = self.trainer_called(update.run_id, update.epoch)
         with self.state.change():
-            changed = self.state.runs.record_policy(run, update)
+            changed = self.state.runs.record_policy(run, update, self.state.clock())
             self.state.record_servers(update)
         self.state.activity.published_run = run.run_id
         if changed:

@@ -120,7 +120,7 @@ class Runs:
     def highest_version(self) -> int:
         return max((version for _, version in self._policies), default=0)
 
-    def record_policy(self, run: RunRow, update: PolicyUpdate) -> bool:
+    def record_policy(self, run: RunRow, update: PolicyUpdate, now: float) -> bool:
         """Record a publish, or a later step of the newest version; return False if it was known already.
 
         A step without a training signal changes no weights: the run is one step further, but the version stays, with
@@ -146,7 +146,7 @@ class Runs:
                 run,
                 policy_version=update.version,
                 policy_step=update.step,
-                published_at=update.published_at,
+                published_at=now,
                 policy_name=update.policy_name,
             )
         self._policies[run.run_id, update.version] = row

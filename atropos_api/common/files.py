@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, BinaryIO, Self
@@ -59,7 +59,8 @@ def write_directory(directory: Path, *, synced: bool = False) -> Iterator[Path]:
     """Yield a new directory, which replaces `directory` when the block ends without an error.
 
     With `synced` its files are forced to the disk before the rename; the caller syncs the parent to force the rename.
-    After an error, or if the process is killed, `.NAME.part` stays next to it until the next call.
+    An error removes what was written, which may have filled the disk; if the process is killed, `.NAME.part` stays next
+    to it until the next call.
     """
     partial, old = (directory.with_name(f".{directory.name}.{suffix}") for suffix in ("part", "old"))
     shutil.rmtree(partial, ignore_errors=True)
@@ -67,11 +68,15 @@ def write_directory(directory: Path, *, synced: bool = False) -> Iterator[Path]:
         old.rename(directory)
     shutil.rmtree(old, ignore_errors=True)
     partial.mkdir(parents=True)
-    yield partial
-    if synced:
-        for path in partial.iterdir():
-            sync_path(path)
-        sync_path(partial)
+    try:
+        yield partial
+        if synced:
+            for path in partial.iterdir():
+                sync_path(path)
+            sync_path(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if directory.exists():
         directory.rename(old)
     partial.rename(directory)
@@ -111,9 +116,15 @@ class OutputFile:
             self._file: IO[bytes] = self.part.open("xb")
         except FileExistsError:
             raise FileInTheWay(f"{self.part} is in the way: another command has just begun to write to it") from None
-        if self._append and self.path.exists():
-            with self.path.open("rb") as old:
-                shutil.copyfileobj(old, self._file)
+        try:
+            if self._append and self.path.exists():
+                with self.path.open("rb") as old:
+                    shutil.copyfileobj(old, self._file)
+        except BaseException:
+            self.part.unlink()  # it holds nothing of the command's own
+            with suppress(OSError):
+                self._file.close()
+            raise
         self._begun_at = self._file.tell()
         return self
 
@@ -182,9 +193,10 @@ class RecentLines:
 
     def close(self) -> None:
         """Close the file; the next line opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # of a line whose write has failed before
+                file.close()
 
     def trim(self) -> None:
         """Reduce the closed file to its newest complete lines."""

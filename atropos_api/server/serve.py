@@ -238,10 +238,10 @@ def bind(host: str, port: int) -> socket.socket:
     notice_vanished_peers(listener)
     try:
         listener.bind((host, port))
+        listener.listen(BACKLOG)  # this fails too: two programs may bind a port on which none listens yet
     except OSError as error:
         listener.close()
         raise PortInUse(_explain_bind(host, port, error)) from error
-    listener.listen(BACKLOG)
     listener.setblocking(False)
     return listener
 

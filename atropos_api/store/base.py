@@ -68,6 +68,7 @@ class RunRow(msgspec.Struct, kw_only=True):
     policy_version: int | None = None
     policy_step: int | None = None
     published_at: float | None = None
+    """The time at which this broker was told of the newest version; the trainer's clock may differ."""
     unit: Literal["sequences", "groups"] = "sequences"
     """The unit of `batch_size`."""
     holds: tuple[HoldRow, ...] = ()

@@ -30,6 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from atropos_api.common.control_groups import usable_cores
 from environments.rewards.protocol import MathVerifyUnavailable
 
 START_LIMIT_SECONDS = 120.0
@@ -195,7 +196,7 @@ class MathVerifier:
         self._lock = threading.Lock()
         self._local = threading.local()
         self._children: set[MathWorker] = set()
-        count = workers or min(4, os.cpu_count() or 1)
+        count = workers or min(4, usable_cores())
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="math-verify")
         self._finalizer = weakref.finalize(self, _close_children, self._children)
 

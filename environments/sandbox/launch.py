@@ -7,6 +7,7 @@ visible: no home, no `/run`, `/var` or `/sys`, no project, and of `/dev` only ha
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import sys
@@ -201,12 +202,24 @@ def start(exec_in_child: Callable[[], NoReturn], files: dict[int, int]) -> int:
         apart = {wanted: fcntl.fcntl(file, fcntl.F_DUPFD, 64) for wanted, file in files.items()}
         for wanted, file in apart.items():
             os.dup2(file, wanted)
-        os.closerange(max(files) + 1, os.sysconf("SC_OPEN_MAX"))
+        _close_above(max(files))
         exec_in_child()
     except BaseException as error:  # noqa: BLE001 - a child must never go on as its parent
         os.write(2, f"{error.strerror if isinstance(error, OSError) else error!r}\n".encode())
     finally:
         os._exit(START_FAILED)
+
+
+def _close_above(last: int) -> None:
+    """Close every descriptor above `last` that is open.
+
+    Up to the limit they would be a billion in many containers, a minute's work for a Python without `close_range`, as
+    uv installs it.
+    """
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        if int(name) > last:
+            with contextlib.suppress(OSError):  # the list's own
+                os.close(int(name))
 
 
 def exec_program(command: list[str], environment: dict[str, str]) -> NoReturn:

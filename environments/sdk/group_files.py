@@ -13,9 +13,10 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from io import FileIO
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 import msgspec
 
@@ -182,16 +183,22 @@ class GroupFile:
     def __init__(self, wanted: Path) -> None:
         self.path = wanted
         self.count = 0
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
 
     def append(self, group: Group) -> None:
-        """Add a group as a line, flushed to the file when this returns."""
+        """Add a group as a line; after an `OSError`, as of a full disk, nothing of it is in the file."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path = free_path(self.path)
-            self._file = self.path.open("xb")
-        self._file.write(msgspec.json.encode(group) + b"\n")
-        self._file.flush()
+            self._file = self.path.open("xb", buffering=0)
+        begin, rest = self._file.tell(), memoryview(msgspec.json.encode(group) + b"\n")
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:  # the rollout has failed then, and its item is tried again
+            self._file.truncate(begin)
+            self._file.seek(begin)
+            raise
         self.count += 1
 
     def close(self) -> None:

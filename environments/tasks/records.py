@@ -71,8 +71,13 @@ def read_records(path: Path, suffix: str | None = None, *, columns: Choose) -> l
 
 
 def data_files(folder: Path) -> list[Path]:
-    """Return all readable files of the folder and its subfolders, sorted by path."""
-    return sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    """Return all readable files of the folder and its subfolders, sorted by path.
+
+    Those with a dot before their name, or in such a folder, are no data: macOS, notebooks and interrupted copies leave
+    them, with the same rows again or with none.
+    """
+    found = (path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    return sorted(path for path in found if not any(part[0] == "." for part in path.relative_to(folder).parts))
 
 
 def files_of_split(folder: Path, split: Split) -> list[Path]:

@@ -143,6 +143,11 @@ class RunDir:
         require_writable(self.root, "--run-dir")
         require_writable(self.log_root, "--log-dir")
         refuse_other_run(self.root, resumes=self.resumes)
+        latest = self.log_root / "latest"
+        if latest.is_dir() and not latest.is_symlink():
+            raise DirectoryUnusable(
+                f"{latest} is a directory and no link, as a copy that follows links makes it; remove it"
+            )
         with reporting_flag(self.root, "--run-dir"):
             attempts = (replace(self, attempt=number) for number in count(self.attempt))
             run = next(attempt for attempt in attempts if _made(attempt.logs))
@@ -151,7 +156,7 @@ class RunDir:
             fresh = run.log_root / f".latest.{os.getpid()}"
             fresh.unlink(missing_ok=True)
             fresh.symlink_to(run.logs.name)
-            fresh.replace(run.log_root / "latest")
+            fresh.replace(latest)
         return run
 
     def wandb_run_id(self, *, resumes: bool) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import psutil
 
+from atropos_api.common.control_groups import memory_limit_bytes
 from example_trainer.errors import DoesNotFit
 from example_trainer.memory.budget import RUNTIME_BYTES, server_cache
 from example_trainer.memory.fit import (
@@ -150,7 +151,8 @@ def gpu_of(
     The share of a server that is started elsewhere is known only if `--gpu-memory-utilization` gives it. If not, it is
     taken to be the smallest that can serve, so that no run is refused that might fit.
     """
-    host_bytes = float(psutil.virtual_memory().total) if config.gpu_memory_gb is None else None
+    machine_bytes = psutil.virtual_memory().total
+    host_bytes = float(memory_limit_bytes(machine_bytes)) if config.gpu_memory_gb is None else None
     share = config.gpu_memory_utilization
     if not shares_gpu:
         share = 0.0

@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.control_groups import free_memory_bytes
 
 DEVICES = Path("/dev")
 WSL_PROGRAM = "/usr/lib/wsl/lib/nvidia-smi"
@@ -96,7 +97,7 @@ def serves_from_gpu(environ: Mapping[str, str], devices: Path = DEVICES) -> bool
 def has_room(running: Iterable[psutil.Process], *, gpus: str | None, gpu_share: float | None) -> bool:
     """Return True if a server like the one of these processes could run next to it, in host memory and on its GPUs."""
     needed_bytes = _resident_bytes(running) * _SPARE + _SPARE_BYTES
-    return needed_bytes < psutil.virtual_memory().available and gpu_has_room(gpus, gpu_share or 1.0)
+    return needed_bytes < free_memory_bytes(psutil.virtual_memory().available) and gpu_has_room(gpus, gpu_share or 1.0)
 
 
 def gpu_has_room(gpus: str | None, share: float) -> bool:

@@ -164,7 +164,6 @@ def _check_space(directory: Path, needed_bytes: int) -> None:
     """Raise `PublishFailed` before anything is written if the disk has less space than the tensors need."""
     if (free_bytes := shutil.disk_usage(directory).free) < needed_bytes:
         needed, free = needed_bytes / _GIBIBYTE, free_bytes / _GIBIBYTE
-        shutil.rmtree(directory, ignore_errors=True)
         raise PublishFailed(
             f"cannot write {directory.parent}: the weights need {needed:.1f} GiB and its disk has {free:.1f} GiB "
             "free; free the space or set --run-dir elsewhere"

@@ -100,6 +100,18 @@ def test_a_broker_that_answers_no_more_is_told_as_lost(page: Page) -> None:
         page.open("about:blank")
 
 
+def test_a_page_whose_machine_sets_its_clock_back_goes_on_asking(page: Page) -> None:
+    with served_broker() as own:
+        show(page, own)
+        page.wait(f"{STATE} === 'live'")
+    page.wait(f"{STATE} === 'lost'")
+    page.run("{ const now = Date.now; Date.now = () => now() - 3600000 }")
+    time.sleep(0.5)  # until no request is under way
+    page.requests.clear()
+    until_asked(page, "/v1/status")
+    page.open("about:blank")
+
+
 def test_a_link_to_a_run_that_the_broker_does_not_know_shows_no_other_run(page: Page) -> None:
     with served_broker() as own, BrokerClient(own) as client:
         begin_demo(client, 2)

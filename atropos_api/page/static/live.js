@@ -25,6 +25,7 @@ export class Live {
     this.lastId = null;
     this.polling = false;
     this.askedAt = 0;
+    this.tickedAt = 0;
     this.state = null;
     this.channel = "BroadcastChannel" in window ? new BroadcastChannel(`atropos:${source.base.pathname}`) : null;
   }
@@ -109,6 +110,12 @@ export class Live {
 
   tick() {
     const now = Date.now();
+    if (now < this.tickedAt) {
+      // The machine's clock was set back, perhaps by hours: nothing would be due until it is as late again.
+      this.leaderSeen = this.streamFailedAt = this.askedAt = 0;
+      this.heardAt = now;
+    }
+    this.tickedAt = now;
     if (document.hidden) {
       // The title of a hidden tab says if the run is blocked: a visible tab passes it on, or it is requested now and then.
       if (now - this.leaderSeen > SILENT_MS && now - this.askedAt > HIDDEN_POLL_MS) this.refresh();

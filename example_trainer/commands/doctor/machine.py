@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from importlib import util
 
 import psutil
 
+from atropos_api.common.control_groups import memory_limit_bytes, usable_cores
 from example_trainer.commands.doctor.findings import Finding
 from example_trainer.commands.memory import config_path
 from example_trainer.errors import ModelNotFound
@@ -47,8 +47,8 @@ def _examine_packages() -> Iterator[Finding]:
 
 
 def _examine_machine() -> Iterator[Finding]:
-    memory = psutil.virtual_memory()
-    yield Finding("ok", "machine", f"{os.cpu_count()} cores, {memory.total / 2**30:.0f} GiB of memory")
+    memory_bytes = memory_limit_bytes(psutil.virtual_memory().total)
+    yield Finding("ok", "machine", f"{usable_cores()} cores, {memory_bytes / 2**30:.0f} GiB of memory")
     size = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
     enough = size >= MINIMUM_SHARED_MEMORY_BYTES
     advice = "" if enough else "; shared weights are stored there: give a container --shm-size=8g"

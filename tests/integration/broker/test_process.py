@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from atropos_api.client import BrokerClient
+from atropos_api.errors import PortInUse
+from atropos_api.server import serve
 from atropos_api.testing import make_group
 from atropos_api.wire import EnvironmentRequest, RunRequest
 from example_trainer.processes.ports import free_port
@@ -59,6 +61,22 @@ def test_a_port_that_is_taken_names_its_holder_and_the_flag():
         line = refuse("--port", str(port), "--store", "memory")
     assert f"pid {psutil.Process().pid}" in line
     assert "--port" in line
+
+
+def test_a_port_on_which_another_program_listens_first_is_taken_too(monkeypatch):
+    """Two programs may bind a port on which none listens yet; the second that listens got a traceback."""
+    bind_socket = socket.socket.bind
+    with socket.socket() as rival:
+
+        def lose(listener, address):
+            bind_socket(listener, address)
+            rival.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bind_socket(rival, listener.getsockname())
+            rival.listen()
+
+        monkeypatch.setattr(socket.socket, "bind", lose)
+        with pytest.raises(PortInUse, match="is taken"):
+            serve.bind("127.0.0.1", 0)
 
 
 def test_the_holder_of_a_port_is_named_without_its_arguments_which_may_be_secrets():

@@ -5,8 +5,10 @@ import json
 import msgspec
 import pytest
 
+from atropos_api.broker.status import describe_status
 from atropos_api.errors import InvalidGroup, InvalidRequest
 from atropos_api.testing import make_group
+from atropos_api.wire import PolicyUpdate
 from atropos_api.wire.group_json import check_group, decode_fields
 
 
@@ -49,3 +51,12 @@ def test_groups_that_waited_for_a_run_join_one_of_their_policy_alone(broker):
     stored = [json.loads(body).get("policy") for body in broker.inner.read_bodies(broker.inner.state.batches[1])]
     assert stored == ["student", None]
     assert broker.inner.state.queue.groups == 0
+
+
+def test_the_age_of_the_published_policy_is_by_the_brokers_clock(broker):
+    """The page subtracts it from the broker's time, and the clock of a trainer's host may be hours ahead or behind."""
+    broker.begin()
+    broker.inner.update_policy(PolicyUpdate(run_id=broker.info.run_id, version=1, step=0, published_at=99_999.0))
+    broker.now += 5
+    status = describe_status(broker.inner)
+    assert status.time - status.run.published_at == 5

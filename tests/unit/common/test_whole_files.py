@@ -1,10 +1,31 @@
 """Files are written whole or not at all, and never replace a file unless the command was told to."""
 
+import contextlib
 import os
+import resource
 
 import pytest
 
-from atropos_api.common.files import FileInTheWay, OutputFile, free_path, replace_whole, write_directory, write_whole
+from atropos_api.common.files import (
+    FileInTheWay,
+    OutputFile,
+    RecentLines,
+    free_path,
+    replace_whole,
+    write_directory,
+    write_whole,
+)
+
+
+@contextlib.contextmanager
+def no_room_beyond(size_bytes):
+    """Let no file of this process grow beyond a size, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def names(folder):
@@ -88,6 +109,28 @@ def test_what_is_there_is_refused_replaced_or_added_to(tmp_path):
         with OutputFile(path, **options) as output:
             output.write_line("new")
         assert path.read_text() == content
+
+
+def test_a_full_disk_leaves_no_half_copy_of_the_file_that_is_appended_to(tmp_path):
+    path = tmp_path / "out"
+    path.write_bytes(bytes(1 << 20))
+    output = OutputFile(path, append=True)
+    with no_room_beyond(1 << 19), pytest.raises(OSError, match="too large"):
+        output.__enter__()
+    assert not output.is_kept
+    assert names(tmp_path) == ["out"], "the next command is not refused for a file in its way"
+
+
+def test_lines_whose_write_failed_do_not_fail_again_when_their_file_is_closed(tmp_path):
+    lines = RecentLines(tmp_path / "lines", keep=10, most_bytes=10**6)
+    lines.append(b"first")
+    with no_room_beyond(8):
+        with pytest.raises(OSError, match="too large"):
+            lines.append(b"second")
+        lines.close()
+    lines.append(b"third")
+    lines.close()
+    assert lines.path.read_bytes() == b"first\nthird\n"
 
 
 def test_two_commands_cannot_write_the_same_file(tmp_path):

@@ -335,6 +335,14 @@ def test_the_page_is_not_at_the_inference_servers_port():
     assert ViewOptions().port == 9009
 
 
+def test_a_proxy_is_not_asked_for_the_latest_groups_of_a_broker(monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with served_broker(token="a-token-of-ours") as url:
+        assert latest_of_broker(url, 2, token="a-token-of-ours")() == []
+
+
 def test_the_latest_groups_of_a_broker_with_a_token_are_shown(group):
     fields = {name: group[name] for name in ("tokens", "masks", "scores")}
     with served_broker(token="a-token-of-ours") as url, BrokerClient(url, token="a-token-of-ours") as client:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from example_trainer.launcher.run_dir import RunDirectoryInUse, plan_run_dir
+from example_trainer.launcher.run_dir import DirectoryUnusable, RunDirectoryInUse, plan_run_dir
 from example_trainer.launcher.summary import NoRun, Summary, as_table, draw, rolling_mean, summarise
 from example_trainer.launcher.totals import processor_use, record_launch
 
@@ -46,6 +46,15 @@ def test_each_attempt_has_logs_of_its_own(tmp_path: Path) -> None:
         run.create()
         assert run.logs == tmp_path / f"logs/attempt_{attempt}"
         assert (tmp_path / "logs/latest").resolve() == run.logs.resolve()
+
+
+def test_a_copied_run_whose_latest_logs_became_a_directory_says_what_to_remove(tmp_path: Path) -> None:
+    (tmp_path / "logs" / "latest").mkdir(parents=True)
+    run = plan_run_dir(tmp_path, name="demo", log_dir=None, resume=True)
+    with pytest.raises(DirectoryUnusable, match=r"logs/latest is a directory and no link, .*; remove it"):
+        run.create()
+    (tmp_path / "logs" / "latest").rmdir()
+    assert run.create().attempt == 1
 
 
 def test_log_dir_is_taken_exactly_where_it_is_given(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from example_trainer.processes.gpus import (
     gpu_memory_bytes,
     gpu_name,
     gpu_names,
+    has_room,
     holds_gpu_memory,
     serves_from_gpu,
 )
@@ -99,6 +100,16 @@ def test_a_number_is_one_among_the_visible_gpus_and_a_name_stays(tmp_path: Path)
     assert gpu_name(3, {}) == "3"
     with pytest.raises(ConfigError, match=r"--vllm-gpu 2: CUDA_VISIBLE_DEVICES=4, GPU-5a3e leaves 2 GPUs"):
         gpu_name(2, outer, "--vllm-gpu")
+
+
+def test_a_second_server_starts_beside_the_first_only_if_this_container_has_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpus, "count_gpus", lambda _: 0)
+    monkeypatch.setattr(gpus, "free_memory_bytes", lambda machine_bytes: machine_bytes)
+    assert has_room([], gpus=None, gpu_share=None)
+    monkeypatch.setattr(gpus, "free_memory_bytes", lambda _: 2**20)
+    assert not has_room([], gpus=None, gpu_share=None)
 
 
 def asked_about(asked: Path) -> list[str]:

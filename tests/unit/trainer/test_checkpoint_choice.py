@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from atropos_api.common.files import move_link
 from example_trainer.checkpointing import continue_at, find_checkpoint, list_checkpoints
 from example_trainer.errors import CheckpointError
 from example_trainer.modeling.policy import Policy
@@ -96,7 +97,7 @@ def test_a_run_that_went_back_keeps_its_own_checkpoints_and_goes_on_from_them(
     assert [path.name for path in list_checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in (4, 5, 6, 9)]
     with caplog.at_level(logging.WARNING):
         assert find_checkpoint("auto", tmp_path) == own[-1]
-    assert "the run went on at checkpoint-5, so checkpoint-9, checkpoint-6 are not continued" in caplog.text
+    assert "latest points to checkpoint-5, so checkpoint-9, checkpoint-6 are not continued" in caplog.text
     truncate(own[-1])
     assert find_checkpoint("auto", tmp_path) == own[0]
     assert save(tmp_path, policy, 6, keep_last=2) == find_checkpoint("auto", tmp_path)
@@ -120,14 +121,20 @@ def test_a_copied_run_whose_latest_became_a_directory_says_what_to_remove(policy
         continue_at(tmp_path, saved)
 
 
-def test_a_checkpoint_written_just_before_a_kill_is_resumed_though_latest_does_not_point_to_it(
+def test_a_copy_of_a_run_that_went_back_goes_on_from_its_own_checkpoint(policy: Policy, tmp_path: Path) -> None:
+    """The files' times decided, which `cp -r` makes anew and a clock that is set back puts in another order."""
+    back, *left = (save(tmp_path, policy, step) for step in (3, 6))
+    continue_at(tmp_path, back)
+    for path in left:
+        os.utime(path / "trainer_state.json")
+    os.utime(tmp_path / "latest", ns=(0, 0), follow_symlinks=False)
+    assert find_checkpoint("auto", tmp_path) == back
+
+
+def test_a_checkpoint_that_latest_does_not_point_to_yet_is_resumed_if_there_is_no_other(
     policy: Policy, tmp_path: Path
 ) -> None:
-    save(tmp_path, policy, 1)
-    newest = save(tmp_path, policy, 2)
-    link = tmp_path / "latest"
-    link.unlink()
-    link.symlink_to("checkpoint-1")
-    before_ns = (newest / "trainer_state.json").stat().st_mtime_ns - 1_000_000
-    os.utime(link, ns=(before_ns, before_ns), follow_symlinks=False)
+    before, newest = (save(tmp_path, policy, step) for step in (1, 2))
+    move_link(tmp_path / "latest", before.name)
+    truncate(before)
     assert find_checkpoint("auto", tmp_path) == newest

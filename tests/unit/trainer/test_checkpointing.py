@@ -98,6 +98,9 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_file_is_one_line(policy: Policy
             with pytest.raises(PublishFailed, match=r"cannot write .*too large.*; free the space"):
                 write_served_checkpoint(policy, tmp_path / "served")
     assert find_checkpoint("auto", tmp_path) == tmp_path / "checkpoint-1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "latest"], (
+        "the part gives its room back"
+    )
 
 
 @contextmanager

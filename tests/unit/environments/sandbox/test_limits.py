@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import anyio
@@ -64,6 +66,25 @@ async def told(tool, expression):
 
 def own_namespace(name):
     return str(Path("/proc/self/ns", name).readlink())
+
+
+START = """
+import os, time
+from environments.sandbox.launch import start
+os.closerange = lambda first, last: time.sleep(3)  # a billion calls, for a Python without close_range
+kept, other = os.pipe()
+os.dup2(other, 900)
+left = lambda: sum(int(name) > 3 for name in os.listdir("/proc/self/fd")) - 1
+began = time.monotonic()
+pid = start(lambda: os._exit(left()), {3: kept})
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), time.monotonic() - began < 2)
+"""
+
+
+def test_a_start_closes_all_descriptors_and_does_not_count_up_to_their_limit():
+    """In many containers it is a billion: no code ran within the time of a start."""
+    found = subprocess.run([sys.executable, "-c", START], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout == "0 True\n"
 
 
 async def test_every_process_has_its_limits(sandbox):

@@ -11,8 +11,9 @@ import pytest
 
 from atropos_api.wire.groups import Group
 from environments.sdk import BaseEnv, scored_group
-from environments.sdk.group_files import MOST_SHARE_OF_TIME, RecentGroups
+from environments.sdk.group_files import MOST_SHARE_OF_TIME, GroupFile, RecentGroups
 from environments.sdk.runtime.rollouts import DrawnItem
+from tests.unit.common.test_whole_files import no_room_beyond
 
 from .test_surface import Env, Rehearsal, collector_of
 
@@ -131,6 +132,19 @@ def test_a_group_that_is_not_kept_costs_no_text(path: Path, clock: Clock) -> Non
     recent.offer(group(0), chats)
     recent.offer(group(1), lambda: pytest.fail("its text was made"))
     recent.close()
+
+
+def test_a_group_that_a_full_disk_refuses_is_not_in_the_file_when_its_item_is_tried_again(tmp_path: Path) -> None:
+    """It was written once there was room again, beside that of the next try, and closing the file failed until then."""
+    file = GroupFile(tmp_path / "groups.jsonl")
+    file.append(group(0))
+    with no_room_beyond(file.path.stat().st_size + 8):
+        with pytest.raises(OSError, match="too large"):
+            file.append(group(1))
+        assert scores(file.path) == [0.0]
+    file.append(group(2))
+    file.close()
+    assert (scores(file.path), file.count) == ([0.0, 2.0], 2)
 
 
 def test_nothing_is_written_where_there_is_no_group(path: Path) -> None:

@@ -128,6 +128,16 @@ def test_a_folders_files_belong_to_the_split_their_names_tell(
     assert [item.question for item in fields.evaluation_questions()] == ["c"]
 
 
+def test_hidden_files_beside_the_data_are_no_data(tmp_path: Path) -> None:
+    """A killed conversion leaves the first, a notebook the second, macOS the third, which is not even text."""
+    row = '{"question": "1+1?", "answer": "2"}\n'
+    for name in ("problems.jsonl", ".problems.4711.jsonl", ".ipynb_checkpoints/problems-checkpoint.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(row)
+    (tmp_path / "._problems.jsonl").write_bytes(b"\x00\x05\x16\x07\xff")
+    assert load_questions(tmp_path, "train") == [Question("1+1?", "2")]
+
+
 def test_a_folder_without_the_split_is_reported_with_what_it_has(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", {"question": "a", "answer": "1"})
     with pytest.raises(DataUnusable, match=r"no file is named after the test split .*found train\.jsonl"):
