@@ -55,6 +55,12 @@ These come with the package. `python environments/NAME.py VERB [flags]` runs one
 library, of reasoning-gym and [those written for Atropos](atropos-environments.md) run as they are.
 """
 
+PROCESS: Final = """\
+`process` writes `data/NAME.jsonl`, or the file that `--env.data-path-to-save-groups` names. Unless told otherwise it
+keeps groups whose scores are all equal (`--env.ensure-scores-are-not-same false`), and the messages
+(`--env.include-messages true`).
+"""
+
 FLAGS_INTRODUCTION: Final = """\
 ## Flags of every environment
 
@@ -73,8 +79,8 @@ if there are several servers.
 QUESTIONS_INTRODUCTION: Final = """\
 ### Of environments with questions
 
-All environments below except `verifiers_server.py` have these; `arithmetic_server.py` makes its own questions if none
-are named.
+All environments below except `reasoning_gym_server.py` and `verifiers_server.py` have these. `arithmetic_server.py`
+makes its own questions if none are named; it evaluates greedily, so it has no `--env.eval-temperature`.
 """
 
 METRICS_INTRODUCTION: Final = """\
@@ -121,6 +127,7 @@ def environments_page() -> str:
         ENVIRONMENTS_INTRODUCTION,
         f"| environment | what it asks |\n|---|---|\n{rows}",
         f"| verb | what it does |\n|---|---|\n{verbs}",
+        PROCESS,
         FLAGS_INTRODUCTION,
         _table(list_options(BaseEnvConfig, "env.")),
         "### The inference server\n",

@@ -35,7 +35,7 @@ from environments.sdk import (
 )
 from environments.sdk.config import JsonObject
 from environments.tasks.data import Question
-from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig
+from environments.tasks.question_env import QuestionEnv
 
 SYSTEM_PROMPT = (
     "You solve puzzles. Reason inside <think> </think> first, then give the solution alone inside <answer> </answer>, "
@@ -49,12 +49,16 @@ class ReasoningGymMissing(EnvironmentsError):
     """The package is not installed, or has no such task with such settings."""
 
 
-class ReasoningGymEnvConfig(QuestionEnvConfig):
-    """The configuration adds these settings to those of every environment with questions."""
+class ReasoningGymEnvConfig(BaseEnvConfig):
+    """The configuration adds these settings; it has none for data, because `--env.dataset_name TASK` was accepted and
+    another task trained.
+    """
 
     dataset: str = Field("chain_sum", description="Name of a task of reasoning-gym.")
     dataset_options: JsonObject = Field("{}", description="The task's own settings, as JSON.")
     eval_problems: int = Field(200, ge=1, description="Problems in an evaluation.")
+    eval_temperature: float = Field(0.0, ge=0, description="Temperature of evaluations; 0: greedy.")
+    seed: int = Field(0, description="Seed of the training problems.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class ReasoningGymEnv(QuestionEnv):
 
     name = "reasoning_gym"
     env_config_cls = ReasoningGymEnvConfig
-    config: ReasoningGymEnvConfig
+    config: ReasoningGymEnvConfig  # type: ignore[assignment] # what reads data is overridden
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, APIServerConfig]:

@@ -79,7 +79,7 @@ METRICS_INTRODUCTION = """\
 `python -m example_trainer.commands.generate_docs metrics` prints this page; the names' own declarations are its source.
 
 A step is a line of `metrics.jsonl` in the run directory, with `step`, `timestamp` (Unix time) and those metrics
-below that the step has; W&B and TensorBoard get the same names, Prometheus [its own spelling](prometheus.md).
+below that the step has; W&B, Trackio and TensorBoard get the same names, Prometheus [its own spelling](prometheus.md).
 Values that are not finite are left out. A resumed run drops the lines of steps that it trains again. Two runs of the
 same seed over the same batches have the same values except for `time/*`, `perf/*`, `policy_version` and timestamps.
 """

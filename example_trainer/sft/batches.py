@@ -125,7 +125,8 @@ def _report(source: str, left_out: Counter[str], rows: int, config: SftConfig) -
     """Log which rows are left out and why; raise `DataUnusable` if none is left."""
     wording = {
         "overlong": f"are longer than --seq-len {config.seq_len} tokens (raise it, or add --overlong mask)",
-        "no_trained_token": "have no token to learn: no completion and no assistant's turn",
+        "no_trained_token": "have no token to learn: no completion and no assistant's turn in the column of the prompt "
+        "(--prompt-column names another)",
         "empty": "have an empty prompt",
     }
     causes = ", ".join(f"{count} {wording[cause]}" for cause, count in left_out.most_common())

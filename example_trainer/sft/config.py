@@ -43,7 +43,7 @@ class DataOptions(BaseModel):
     )
     eval_steps: int = Field(0, ge=0, description="Evaluate every N steps; 0: after the last one only.")
     prompt_column: str | None = Field(
-        None, description="Column of the prompt or chat; unset: the first of messages, prompt, question and the like."
+        None, description="Column of the prompt or chat; unset: the first of prompt, messages, question and the like."
     )
     text_column: str = Field(
         "text",

@@ -7,9 +7,11 @@ import re
 
 import pytest
 
+from atropos_api.common.cliconfig import ConfigError
 from environments import reasoning_gym_server
 from environments.reasoning_gym_server import ReasoningGymEnv, ReasoningGymEnvConfig, ReasoningGymMissing
 from environments.sdk.config import APIServerConfig
+from environments.sdk.runtime.cli import read_command
 from environments.sdk.runtime.commands import validate
 from environments.sdk.server_manager import ServerManager
 from environments.sdk.testing import FakeInference, InProcess
@@ -50,6 +52,12 @@ async def test_the_broker_can_lease_the_problems_by_number(tokenizer_folder, mon
     assert env.numbers_items
     assert (await env.item_at(7)).answer == "8"
     assert [await env.get_next_item() for _ in range(3)] == [await env.item_at(number) for number in range(3)]
+
+
+@pytest.mark.parametrize("flag", ["--env.dataset_name", "--env.data_path"])
+async def test_data_is_refused_because_the_library_makes_the_problems(flag):
+    with pytest.raises(ConfigError, match=rf"unknown option {flag}, did you mean --env\.data"):
+        read_command(ReasoningGymEnv, "serve", [flag, "leg_counting"])
 
 
 @pytest.mark.skipif(installed, reason="reasoning-gym is installed")

@@ -10,6 +10,7 @@ import pytest
 from atropos_api.common.cliconfig import ConfigError
 from environments.generate_docs import PAGES, SHIPPED, environments_page, run, sdk_page
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig
+from environments.tasks.data import DataFields
 from environments.tasks.question_env import QuestionEnvConfig
 
 from .test_configs import environment_class
@@ -50,6 +51,17 @@ def test_a_shipped_environment_has_its_data_an_example_and_each_of_its_own_setti
     assert dataset is None or f"`{dataset}`" in data
     for field in set(type(config).model_fields) - set(QuestionEnvConfig.model_fields):
         assert f"`--env.{field.replace('_', '-')}`" in section
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_setting_of_environments_with_questions_is_one_of_each_of_them_that_the_page_does_not_except(name):
+    _, _, rest = environments_page().partition("\n### Of environments with questions\n\n")
+    introduction, excepted = rest.partition("\n\n")[0], rest.partition(" have these.")[0]
+    config, _ = environment_class(f"{name}.py").config_init()
+    lacking = set(QuestionEnvConfig.model_fields) - set(type(config).model_fields)
+    assert (f"`{name}.py`" in excepted) == (not isinstance(config, DataFields))
+    unnamed = [field for field in lacking if f"`--env.{field.replace('_', '-')}`" not in introduction]
+    assert unnamed == [] or not isinstance(config, DataFields)
 
 
 def test_every_public_method_of_an_environment_is_on_the_page():

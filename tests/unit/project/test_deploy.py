@@ -142,6 +142,13 @@ def test_a_unit_starts_a_program_that_reads_its_flags(unit: Path, tmp_path: Path
             assert read_command([program.removeprefix("/opt/atropos/bin/"), *filled]) == 0
 
 
+@pytest.mark.parametrize("unit", [unit for unit in UNITS if "@" in unit.name], ids=lambda unit: unit.stem)
+def test_a_unit_that_downloads_models_or_data_has_a_home_that_it_can_write(unit: Path) -> None:
+    settings = [line.partition("=") for line in unit.read_text(encoding="utf-8").splitlines()]
+    (folder,) = [value for name, _, value in settings if name == "StateDirectory"]
+    assert ("Environment", "=", f"HOME=/var/lib/{folder}") in settings
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed here")
 def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     """The programs of the units are in a folder that no machine of a test has; this interpreter stands for them."""

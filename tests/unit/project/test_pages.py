@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
 
 from atropos_api.common import metric_names
 from atropos_api.config import BrokerConfig
@@ -27,6 +30,7 @@ from example_trainer.commands.view import RunViewOptions
 from example_trainer.launcher.run_file import RunConfig
 from example_trainer.options.modes import MODES
 from example_trainer.options.presets import PRESETS
+from example_trainer.serving.bridge_routes import make_bridge_router, make_broadcast_router, make_lora_router
 from example_trainer.serving.config import ServerConfig
 from example_trainer.sft.cli import SftCommand
 
@@ -169,6 +173,16 @@ def test_each_metric_is_in_the_reference() -> None:
 @pytest.mark.parametrize("name", [*MODES, *PRESETS])
 def test_each_mode_and_preset_is_in_the_reference(name: str) -> None:
     assert f"`{name}`" in REFERENCE["cli"]
+
+
+@pytest.mark.parametrize("make", [make_bridge_router, make_broadcast_router, make_lora_router])
+def test_each_route_for_a_trainer_is_in_the_reference_of_the_server(make: Callable[[], APIRouter]) -> None:
+    rows = [line for line in PAGES[ROOT / "docs/reference/server.md"].splitlines() if line.startswith("| `")]
+    paths = [route.path for route in make().routes if isinstance(route, APIRoute) and route.include_in_schema]
+    assert paths
+    for path in paths:
+        folder, _, name = path.rpartition("/")
+        assert any(f"{folder}/" in row and re.search(rf"\b{name}\b", row.split("|")[1]) for row in rows), path
 
 
 @pytest.mark.parametrize("symptom", SYMPTOMS)

@@ -30,6 +30,7 @@ BAD_ROWS: list[tuple[Rows, tuple[str, ...], str]] = [
     ([], (), "it has no row"),
     ([{"text": "1 + 2 + 3 + 4"}] * 3, ("--seq-len", "2"), "nothing of its 3 rows .*: 3 are longer than --seq-len 2"),
     ([{"prompt": "1 + 1"}], (), "1 have no token to learn"),
+    ([{"prompt": "1 + 1", **CHATS[0]}], (), r"\(--prompt-column names another\)"),
     ([{"prompt": [{"role": "user"}], "completion": "2"}], (), "messages with role and content"),
     ([{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}] * 2}], (), "completion has 2 messages"),
     (CHATS[:1], ("--eval-split", "0.5"), "too few to hold one out"),
