@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Final
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
+from atropos_api.common.http_upgrades import UpgradeIgnored
 from atropos_api.http.problems import problem_response
 
 MOST_UNPARSED_BYTES: Final = 64 * 1024
@@ -48,7 +49,7 @@ class _Waiting(Enum):
     BODY = auto()
 
 
-class GuardedProtocol(HttpToolsProtocol):
+class GuardedProtocol(UpgradeIgnored):
     """One connection: it records the wait for the peer's headers, for its body, or for it to read the answer."""
 
     def __init__(self, *args: Any, timeouts: Timeouts, **options: Any) -> None:
@@ -125,6 +126,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._start_wait(_Waiting.HEADERS)
 
     def on_headers_complete(self) -> None:
+        if self.ignores_head:
+            return
         self.has_sent_request = True
         self._start_wait(_Waiting.BODY)
         self.take_head()
@@ -135,6 +138,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self.take_piece(body)
 
     def on_message_complete(self) -> None:
+        if self.ignores_head:
+            return
         self._awaited = _Waiting.NOTHING
         self._unparsed_bytes = 0
         self.take_end()

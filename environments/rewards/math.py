@@ -298,8 +298,7 @@ class CosineScaledReward(MathReward):
     From the section on the reward (arXiv:2502.03373). With length L and `max_length` M: at_max + (at_0 - at_max) * (1
     + cos(pi * L / M)) / 2, where at_0 and at_max are `correct` = (1, 0.5) for right answers and `wrong` = (-1, -0.5)
     for others; a completion of length M or more earns `exceeded`. The paper's values are (2, 1), (-10, 0) and -10;
-    the defaults stay within the ±5 that keeps training stable. A sample with a key `correct` is not compared with its
-    reference again.
+    the defaults stay within the ±5 that keeps training stable.
     """
 
     formula: ClassVar[str] = (
@@ -332,10 +331,11 @@ class CosineScaledReward(MathReward):
         return ScoreRange(min(scores), max(scores))
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        correct = await self._correctness(samples)
+        golds = [gold_of(sample) for sample in samples]
+        judged = await self.judge_answers(golds, [final_answer(completion_of(sample)) for sample in samples])
         return [
-            self.scaled(length_of(sample, self.unit), correct=right)
-            for sample, right in zip(samples, correct, strict=True)
+            self.scaled(length_of(sample, self.unit), correct=judgement.correct)
+            for sample, judgement in zip(samples, judged, strict=True)
         ]
 
     def scaled(self, length: int, *, correct: bool) -> float:
@@ -343,10 +343,3 @@ class CosineScaledReward(MathReward):
             return self.exceeded
         at_zero, at_max = self.correct if correct else self.wrong
         return at_max + (at_zero - at_max) * (1.0 + math.cos(math.pi * length / self.max_length)) / 2.0
-
-    async def _correctness(self, samples: Sequence[Sample]) -> list[bool]:
-        known = [None if isinstance(sample, str) else sample.get("correct") for sample in samples]
-        unknown = [sample for sample, right in zip(samples, known, strict=True) if right is None]
-        golds = [gold_of(sample) for sample in unknown]
-        judged = iter(await self.judge_answers(golds, [final_answer(completion_of(sample)) for sample in unknown]))
-        return [next(judged).correct if right is None else bool(right) for right in known]

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypedDict
 
 from atropos_api.common.files import expand_home
 from environments.tasks.chat_messages import read_chat, without_nulls
-from environments.tasks.data import PARTS, Question, is_missing, read_cell, warn_of_parts
+from environments.tasks.data import Question, is_blank, is_missing, parts_in, read_cell, warn_of_parts
 from environments.tasks.records import (
     DataUnusable,
     Split,
@@ -89,7 +89,7 @@ def load_rows(source: str | Path, split: Split, *, prompt_column: str | None = N
         raise DataUnusable(f"{source}: it has no row with a prompt; each line or row needs one ({empty} are empty)")
     if empty:
         logger.warning("%s: %d rows whose prompt is empty are left out", source, empty)
-    warn_of_parts(source, {name for row in rows for name in PARTS if row.columns.get(name)})
+    warn_of_parts(source, set().union(*(parts_in(row.columns) for row in rows)))
     return list(rows)
 
 
@@ -98,7 +98,7 @@ def make_row(record: Any, where: str, prompt_column: str | None = None) -> Row:
     if not isinstance(record, Mapping):
         raise DataUnusable(f"{where}: a row is an object with columns, not {str(record)[:80]!r}")
     names = (prompt_column,) if prompt_column else PROMPTS
-    column = next((name for name in names if not _is_blank(record.get(name))), None)
+    column = next((name for name in names if not is_blank(record.get(name))), None)
     if column is None and (blank := next((name for name in names if name in record), None)):
         raise PromptEmpty(f"{where}: its prompt under {blank} is empty; fill it in, or leave the row out")
     if column is None:
@@ -119,14 +119,9 @@ def make_row(record: Any, where: str, prompt_column: str | None = None) -> Row:
         messages = messages[:-1]
     if not messages:
         raise DataUnusable(f"{where}, column {column}: the chat has nothing to answer before the assistant's message")
-    if _is_blank(messages[-1]["content"]):
+    if is_blank(messages[-1]["content"]):
         raise PromptEmpty(f"{where}, column {column}: the message to answer is empty; fill it in, or leave the row out")
     return Row(str(messages[-1]["content"]), reference or reply, tuple(messages), columns, reply, message)
-
-
-def _is_blank(value: Any) -> bool:
-    """Return True for no value, a text without a visible character, and a list without an entry."""
-    return is_missing(value) or not (value.strip() if isinstance(value, str) else value)
 
 
 class ChatSample(TypedDict):

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -162,22 +162,27 @@ class ShuffledEpochs(Generic[T]):
 
 def load_questions(source: str | Path, split: Split) -> list[Question]:
     """Return all questions of `source` in its order: a path, or the name of a Hugging Face data set."""
-    left_out: set[str] = set()
-
-    def choose(columns: Iterable[str]) -> tuple[str, str] | None:
-        names = list(columns)
-        left_out.update(set(PARTS) & set(names))
-        return form_of(names)
-
-    tables = load_records(source, split, columns=choose)
-    questions = [question for where, records in tables for question in _collect(records, where, choose)]
-    warn_of_parts(source, left_out)
+    parts: set[str] = set()
+    tables = load_records(source, split, columns=_columns_to_read)
+    questions = [question for where, records in tables for question in _collect(records, where, parts)]
+    warn_of_parts(source, parts)
     return questions
 
 
-def warn_of_parts(source: str | Path, columns: Iterable[str]) -> None:
-    """Log a warning if the rows have columns of `PARTS`: a model that is not shown them can only guess."""
-    for name in sorted(set(PARTS) & set(columns)):
+def _columns_to_read(columns: Iterable[str]) -> tuple[str, ...] | None:
+    present = set(columns)
+    form = form_of(present)
+    return None if form is None else (*form, *(name for name in PARTS if name in present))
+
+
+def parts_in(record: Mapping[str, Any]) -> set[str]:
+    """Return the columns of `PARTS` that have a value here; Alpaca's `input` is empty in most rows, or in all."""
+    return {name for name in PARTS if not is_blank(record.get(name))}
+
+
+def warn_of_parts(source: str | Path, parts: Iterable[str]) -> None:
+    """Log a warning for each of these columns: a model that is not shown them can only guess."""
+    for name in sorted(parts):
         logger.warning(
             "%s: the model is not shown the column %s; if the questions do not hold what is in it, write it there",
             source,
@@ -185,17 +190,20 @@ def warn_of_parts(source: str | Path, columns: Iterable[str]) -> None:
         )
 
 
-def _collect(records: Records, where: str, choose: Callable[[Iterable[str]], tuple[str, str] | None]) -> list[Question]:
-    """Convert numbered records to questions; records without a question or an answer are left out and counted."""
+def _collect(records: Records, where: str, parts: set[str]) -> list[Question]:
+    """Convert numbered records to questions, and add their `parts_in`; records without a question or an answer are left
+    out and counted.
+    """
     questions: list[Question] = []
     unanswered = 0
     for number, record in records:
-        form = choose(record) if isinstance(record, Mapping) else None
+        form = form_of(record) if isinstance(record, Mapping) else None
         if form is None:
             raise DataUnusable(f"{where}{number}: it has neither {_forms()}; {_found(record)}")
         question, answer = (read_cell(record[column]) for column in form)
         if question and answer:
             questions.append(Question(question, answer))
+            parts |= parts_in(record)
         else:
             unanswered += 1
     if unanswered:
@@ -228,6 +236,11 @@ def _cut(text: str) -> str:
 def is_missing(value: Any) -> bool:
     """Return True for a cell without a value: null, or the NaN that pandas writes for it in a column of numbers."""
     return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def is_blank(value: Any) -> bool:
+    """Return True for no value, a text without a visible character, and a list without an entry."""
+    return is_missing(value) or not (value.strip() if isinstance(value, str) else value)
 
 
 def read_cell(value: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from atropos_api.common.head_requests import HeadAsGet
 from example_trainer.serving.admission import AdmissionGate
 from example_trainer.serving.auth import AllowedHosts, Headers, refuse_without_key
 from example_trainer.serving.generate import GenerateHandler
@@ -51,7 +52,7 @@ class ServerASGI:
     ) -> None:
         """Keep the arguments; `check` raises the refusal of a request for tokens with these headers."""
         self._check = check
-        self._app = app
+        self._app: ASGIApp = HeadAsGet(app)
         self._generate = generate
         self._gate = gate
         self._root_path = root_path.rstrip("/")

@@ -23,9 +23,10 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from atropos_api.common.cross_site import SAFE_METHODS
+from atropos_api.common.http_upgrades import UpgradeIgnored
 from example_trainer.processes.ports import BEGUN_ANSWERS_SECONDS, DONE, ServerSockets
 from example_trainer.serving.startup import StartingAnswers
 
@@ -48,7 +49,7 @@ class ReceivedConnection:
     received: bytes
 
 
-class Connection(HttpToolsProtocol):
+class Connection(UpgradeIgnored):
     """One client's connection, which can be passed to another process until an answer to its request has begun."""
 
     def __init__(self, *args: Any, received: bytes = b"", **kwargs: Any) -> None:
@@ -78,6 +79,8 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        if self.ignores_head:
+            return
         if self.cycle is not None and self.cycle not in self._requests:
             self._requests.append(self.cycle)
         if not self._repeatable:

@@ -258,6 +258,7 @@ class Listener:
             access_log=False,
             lifespan="off",
             interface="asgi3",
+            http="h11",  # uvicorn's other parser drops the body of a request that offers HTTP/2, as Java's clients do
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )
         self._server = QuietServer(config)

@@ -104,6 +104,19 @@ async def test_without_keys_nothing_is_asked(app, gate):
     assert (await ask(asgi, "/bridge/info", method="GET")).status == 200
 
 
+async def test_a_head_request_is_answered_as_a_get_without_a_body_and_nothing_is_sampled_for_it(app, gate):
+    """A load balancer's checks by HEAD were answered with 405, as vLLM's routes do."""
+
+    async def only_gets(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200 if scope["method"] == "GET" else 405, "headers": []})
+        await send({"type": "http.response.body", "body": b"ready"})
+
+    asgi = ServerASGI(only_gets, app, gate, root_path="", keys=[], allowed_hosts=ANY_SITE)
+    wire = await ask(asgi, "/readyz", method="HEAD")
+    assert (wire.status, wire.body) == (200, b"")
+    assert (await ask(asgi, "/generate", method="HEAD")).status == 405
+
+
 async def test_generating_routes_pass_the_admission_gate_and_vllms_loading_of_adapters_is_ours(app, gate):
     asgi = ServerASGI(app, app, gate, root_path="/behind", keys=[], allowed_hosts=ANY_SITE)
     for path in ("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/bridge/pause"):

@@ -114,6 +114,8 @@ async def settle():
 
 
 LONG = request(text="x" * 300_000)
+OFFER = request(a="b").replace(b"Host: x", b"Host: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c")
+"""A request of a Java client, which offers HTTP/2: its body was lost."""
 
 
 @pytest.mark.parametrize(
@@ -125,6 +127,8 @@ LONG = request(text="x" * 300_000)
         pytest.param([request()[:30]], [request()[30:]], [2], id="half a head"),
         pytest.param([request(a="b")[:-4]], [request(a="b")[-4:]], [2], id="half a body"),
         pytest.param([request() + request()], [], [2, 2], id="two that did not wait for each other"),
+        pytest.param([OFFER[:-4]], [OFFER[-4:]], [2], id="half a body of one that offers HTTP/2"),
+        pytest.param([OFFER + request()], [], [2, 2], id="one that offers HTTP/2 and another"),
         pytest.param([request() + request()[:30]], [request()[30:]], [2, 2], id="one and half another"),
     ],
 )

@@ -66,20 +66,20 @@ def test_an_answer_tag_cut_off_by_the_sampler_is_closed_only_when_asked(verifier
     assert R1ZeroReward(close_answer=True, verifier=verifier).score(cut, "4").score == 1.0
 
 
-def test_the_cosine_goes_from_one_end_to_the_other_and_spares_known_answers_the_comparison():
+def test_the_cosine_goes_from_one_end_to_the_other():
     reward = CosineScaledReward(max_length=100, correct=(1.0, 0.5), wrong=(-1.0, -0.5), exceeded=-2.0)
-    samples = [
-        {"completion": "", "correct": right, "token_count": length}
-        for right, length in [(True, 0), (True, 50), (True, 99), (False, 0), (False, 50), (False, 99), (True, 100)]
-    ]
+    cases = [(True, 0), (True, 50), (True, 99), (False, 0), (False, 50), (False, 99), (True, 100)]
     expected = [1.0, 0.75, 0.5, -1.0, -0.75, -0.5, -2.0]
-    assert scores_of(reward, samples) == pytest.approx(expected, abs=1e-3)
+    scaled = [reward.scaled(length, correct=right) for right, length in cases]
+    assert scaled == pytest.approx(expected, abs=1e-3)
     assert reward.range == (-2.0, 1.0)
 
 
-def test_the_cosine_reward_compares_answers_whose_correctness_is_not_given(verifier):
+def test_the_cosine_reward_compares_each_answer_whatever_other_columns_its_data_have(verifier):
+    """A column `correct` of the data, such as the letter of a choice, made every completion of its row right."""
     reward = CosineScaledReward(max_length=100, unit="words", verifier=verifier)
-    samples = [{"completion": r"\boxed{4}", "answer": "4"}, {"completion": r"\boxed{5}", "answer": "4"}]
+    row = {"answer": "4", "correct": "B"}
+    samples = [{"completion": r"\boxed{4}", **row}, {"completion": r"\boxed{5}", **row}]
     right, wrong = scores_of(reward, samples)
     assert right > 0.99
     assert wrong < -0.99

@@ -13,8 +13,8 @@ from environments.rewards.registry import BUILT_IN, load_reward
 PAGE = Path(__file__).parents[4] / "docs" / "reference" / "rewards.md"
 NEEDED = {"pattern": {"pattern": "x"}, "pairwise": {"judge": lambda left, right: 0.5}}
 SAMPLES = [
-    {"prompt": "p", "completion": text, "answer": "4", "token_count": length, "correct": right}
-    for length, right in [(1, True), (600, False), (5000, True)]
+    {"prompt": "p", "completion": text, "answer": "4", "token_count": length}
+    for length in (1, 600, 5000)
     for text in ("#### 4", "a b c a b c a b c", "<think>x</think> <answer>4</answer>", "x", "")
 ]
 

@@ -113,6 +113,23 @@ def test_a_part_of_the_questions_that_no_prompt_shows_is_warned_about(
     assert caplog.text.count(f"is not shown the column {column}") == 1
 
 
+@pytest.mark.parametrize("load", [load_questions, load_rows])
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("column", "empty"), [("input", ""), ("input", float("nan")), ("options", [])])
+def test_a_part_that_is_empty_in_all_rows_is_not_warned_about(
+    tmp_path: Path, caplog, load, form: str, column: str, empty: object
+) -> None:
+    """Data in Alpaca's form have a column `input` whether a question has one or not."""
+    rows = [{"question": "What is 1 + 1?", "answer": "2", column: empty}]
+    path = tmp_path / f"d.{form}"
+    if form == "jsonl":
+        write(path, *rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    assert len(load(path, "train")) == 1
+    assert "is not shown" not in caplog.text
+
+
 @pytest.mark.parametrize("folder", [".", "~"])
 def test_a_folders_files_belong_to_the_split_their_names_tell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str

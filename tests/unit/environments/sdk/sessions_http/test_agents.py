@@ -61,6 +61,15 @@ async def test_closing_the_manager_closes_the_port(manager):
             await http.get(url)
 
 
+async def test_a_client_that_offers_another_protocol_is_answered_as_any_other(manager, reach):
+    """Java's clients offer HTTP/2 with each request, whose body was lost."""
+    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c"}
+    async with manager.managed_server(use_proxy=True) as session, reach(session, **offer) as http:
+        for number in (1, 2):
+            assert (await http.post("chat/completions", json={"messages": CHAT})).status_code == 200
+            assert len(session.nodes) == number
+
+
 async def test_requests_of_an_agent_are_cancelled_with_its_rollout(manager, reach):
     manager.fake.delay_seconds = 30
     with anyio.move_on_after(0.3) as scope:
