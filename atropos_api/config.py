@@ -66,7 +66,8 @@ class AddressOptions(BaseModel):
     @classmethod
     def _check_store(cls, value: str) -> str:
         scheme, found, _ = value.partition("://")
-        if not value or "\0" in value or (found and scheme not in {"redis", "rediss"}):
+        is_url = found or scheme.startswith(("redis:", "rediss:"))  # one with a slash too few would be a directory
+        if not value or "\0" in value or (is_url and scheme not in {"redis", "rediss"}):
             raise ValueError("name a directory, say memory, or give the URL of a Redis (redis://host:port/database)")
         # Path would take ./memory for the word memory, and then nothing would be on the disk.
         return value if found else os.path.expanduser(value)  # noqa: PTH111
