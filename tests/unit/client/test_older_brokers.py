@@ -15,14 +15,14 @@ def answer(path, status=404, **problem):
 
 @pytest.mark.parametrize("path", ["/v1/servers", "/v1/servers/gpu-1", "/prefix/v1/servers?policy=default"])
 def test_a_broker_without_a_registry_is_told_apart_from_one_without_this_server(path):
-    with pytest.raises(BrokerRefused, match=r"has no registry of inference servers; upgrade it") as told:
+    with pytest.raises(BrokerRefused, match=r"has no registry of inference servers; check the address") as told:
         raise_for_problem(answer(path, detail="Not Found"))
     assert told.value.status == 404
 
 
 @pytest.mark.parametrize("path", ["/v1/fleets", "/v1/fleets/run-1/wanted"])
 def test_a_broker_that_cannot_scale_says_so(path):
-    with pytest.raises(BrokerRefused, match="its release cannot scale; upgrade it"):
+    with pytest.raises(BrokerRefused, match="of a release that cannot scale; check the address, or upgrade it"):
         raise_for_problem(answer(path, detail="Not Found"))
     with pytest.raises(BrokerRefused, match="no launcher reports"):
         raise_for_problem(answer(path, type="urn:p/unknown-fleet", detail="no launcher reports"))
