@@ -110,6 +110,10 @@ def raise_for_problem(response: httpx.Response) -> None:
     if is_missing and "/v1/fleets" in response.url.path:
         detail = f"{response.url} is no broker's, or one of a release that cannot scale"
         raise BrokerRefused({"detail": f"{detail}; check the address, or upgrade it"}, refused.status)
+    if is_missing and refused.kind in {"", "about:blank"}:  # the broker's own answers have a kind
+        said = refused.problem.get("detail") or "no text"
+        detail = f"{response.url} is no broker's ({said}); check host and port"
+        raise BrokerRefused({"detail": detail}, refused.status)
     raise refused
 
 

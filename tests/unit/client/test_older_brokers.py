@@ -31,5 +31,14 @@ def test_a_broker_that_cannot_scale_says_so(path):
 def test_an_unknown_server_and_other_unknown_things_keep_the_brokers_own_words():
     with pytest.raises(BrokerRefused, match="no server has the id 'x'"):
         raise_for_problem(answer("/v1/servers/x", type="urn:p/unknown-server", detail="no server has the id 'x'"))
-    with pytest.raises(BrokerRefused, match="Not Found"):
+    with pytest.raises(BrokerRefused, match=r"/v1/other is no broker's \(Not Found\); check host and port"):
         raise_for_problem(answer("/v1/other", detail="Not Found"))
+
+
+def test_the_page_of_a_proxy_is_one_line_and_an_empty_answer_no_dict():
+    request = httpx.Request("POST", "http://proxy/v1/runs")
+    page = b"<html>\r\n<head><title>301 Moved Permanently</title></head>\r\n</html>\r\n"
+    for content, told in ((page, "<html> <head><title>301 Moved"), (b"", "without a reason; check the URL")):
+        with pytest.raises(BrokerRefused, match=rf"\Athe broker refused \(301\): {told}") as refused:
+            raise_for_problem(httpx.Response(301, request=request, content=content))
+        assert "\n" not in str(refused.value)
