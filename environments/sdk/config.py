@@ -188,7 +188,7 @@ class BaseEnvConfig(BaseModel):
     metrics_host: MetricsHost = "127.0.0.1"
     otlp_traces_endpoint: TracesEndpoint = None
 
-    _find_paths = field_validator("data_path_to_save_groups", "data_dir_to_save_evals", mode="before")(named_path)
+    _find_results = field_validator("data_path_to_save_groups", "data_dir_to_save_evals", mode="before")(named_path)
 
     @field_validator("group_size_schedule")
     @classmethod

@@ -86,7 +86,7 @@ class DataFields(BaseModel):
     )
     seed: int = Field(0, description="Seed of the order of the training questions.")
 
-    _find_paths = field_validator("data_path", "val_data_path", mode="before")(named_path)
+    _find_questions = field_validator("data_path", "val_data_path", mode="before")(named_path)
 
     def training_questions(self, *, hold_out: bool = False) -> list[Question]:
         """Return all questions to train on; with `hold_out`, without those that are held out for evaluation."""
