@@ -394,5 +394,5 @@ def _describe(problem: Mapping[str, Any], secret_paths: Container[str]) -> str:
     value = problem.get("input")
     # A flag is always text: YAML has made `yes` a bool, 2024-01-01 a date and 100:4 the number 6004.
     quotes = problem["type"] == "string_type" and isinstance(value, int | float | date)
-    hint = f", a {type(value).__name__} in YAML; write what the file has in quotes" if quotes else ""
+    hint = f", which is {type(value).__name__} in YAML; put what the file has in quotes" if quotes else ""
     return f"{flag}: {message}, got {json.dumps(redact(value), default=str)}{hint}"

@@ -217,7 +217,9 @@ def test_a_text_that_yaml_reads_as_something_else_is_to_be_quoted(tmp_path: Path
     """A date was shown in quotes, as if it were text."""
     config = tmp_path / "a.yaml"
     config.write_text(f"model_name: {text}\n")
-    with pytest.raises(ConfigError, match=rf"--model-name: .*, a {kind} in YAML; write what the file has in quotes"):
+    with pytest.raises(
+        ConfigError, match=rf"--model-name: .*, which is {kind} in YAML; put what the file has in quotes"
+    ):
         parse(f"--config {config}")
 
 
