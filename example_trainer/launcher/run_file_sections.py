@@ -58,7 +58,8 @@ def _by_field(section: str, value: Any, where: str) -> Any:
         name = str(key).replace("-", "_")
         if name in named:
             raise ConfigError(f"{where}: {name} is given with - and with _; leave one of them out")
-        named[name] = inner
+        is_server = section == TEACHER and name == "vllm" and isinstance(inner, Mapping)
+        named[name] = _by_field("vllm", inner, f"{where}: vllm") if is_server else inner
     return named
 
 

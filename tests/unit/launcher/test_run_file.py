@@ -47,6 +47,12 @@ def test_the_launcher_knows_a_setting_of_a_section_by_either_spelling(run_file: 
     assert settings.section("api") == {"token_file": "/t"}
     assert settings.environments[0].env == {"group_size": 7, "val_data_path": "v"}
     assert settings.environments[0].openai == {"server_type": "vllm"}
+    Path(run_file).write_text(
+        text.replace(
+            "trainer: {", "teacher: {model-name: t, vllm: {max-model-len: 8}}\ntrainer: {distill: forward_kl, "
+        )
+    )
+    assert read_settings(["--config", run_file]).teachers == {"model_name": "t", "vllm": {"max_model_len": 8}}
     listed = tmp_path / "listed.yaml"
     listed.write_text(
         "trainer: {model_name: m}\nenvironments: [{file: a.py, env: {group-size: 2}, openai: [{api-key: k}]}]"
