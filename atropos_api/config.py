@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from atropos_api.broker import BrokerSettings
-from atropos_api.common.files import with_home
+from atropos_api.common.files import named_path
 from atropos_api.common.observability import LogForm, TracesEndpoint
 from atropos_api.common.secrets import SECRET
 
@@ -66,9 +66,10 @@ class AddressOptions(BaseModel):
     @classmethod
     def _check_store(cls, value: str) -> str:
         scheme, found, _ = value.partition("://")
-        if not value or "\0" in value or (found and scheme not in {"redis", "rediss"}):
+        is_url = found or scheme.startswith(("redis:", "rediss:"))  # one with a slash too few would be a directory
+        if not value or "\0" in value or (is_url and scheme not in {"redis", "rediss"}):
             raise ValueError("name a directory, say memory, or give the URL of a Redis (redis://host:port/database)")
-        return value if found else str(with_home(value))
+        return value if found else str(named_path(value))
 
     @field_validator("token")
     @classmethod

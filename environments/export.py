@@ -32,7 +32,8 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from atropos_api.common.cliconfig import ConfigError, load_config, run_cli
-from atropos_api.common.files import OutputFile, with_home
+from atropos_api.common.files import OutputFile, named_path
+from atropos_api.common.identity import Address
 from atropos_api.common.secrets import SECRET, TokenSource
 from atropos_api.wire.groups import ABSENT
 from environments.sdk.group_files import GroupsUnreadable, groups_from_broker, read_groups, render, trained_text
@@ -41,10 +42,10 @@ from environments.sdk.group_files import GroupsUnreadable, groups_from_broker, r
 class ExportOptions(BaseModel):
     """Options of both data sets; their names are those of Atropos' tools."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     groups: Path | None = Field(None, description="File of groups to read, as `process` writes them.")
-    api_url: str | None = Field(
+    api_url: Address | None = Field(
         None,
         description="Broker to fetch groups from instead of a file, as the trainer of a new run.",
     )
@@ -62,7 +63,7 @@ class ExportOptions(BaseModel):
     append_to_previous: bool = Field(False, description="Append to the file, if there is one.")
     overwrite: bool = Field(False, description="Replace the file, if there is one.")
 
-    _find_groups = field_validator("groups", mode="before")(with_home)
+    _find_groups = field_validator("groups", mode="before")(named_path)
 
 
 class SftOptions(ExportOptions):
@@ -190,7 +191,7 @@ def _open_output(path: Path, options: ExportOptions) -> OutputFile:
         raise ConfigError(
             "--append-to-previous keeps the file's lines and --overwrite replaces them; set only one of the two"
         )
-    if options.groups is not None and path.exists() and path.samefile(options.groups):
+    if options.groups is not None and path.exists() and options.groups.exists() and path.samefile(options.groups):
         raise ConfigError(f"{path} is the file of groups itself; name another one to write")
     hint = f"--append-to-previous adds to it, --overwrite replaces it, --groups {path} reads groups from it"
     return OutputFile(path, overwrite=options.overwrite, append=options.append_to_previous, hint=hint)
@@ -283,7 +284,7 @@ class ViewOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    api_url: str | None = Field(None, description="Broker whose latest groups are shown; without a file.")
+    api_url: Address | None = Field(None, description="Broker whose latest groups are shown; without a file.")
     token: str | None = Field(
         None, description="Bearer token of that broker; default: $ATROPOS_TOKEN.", json_schema_extra=SECRET
     )
@@ -340,7 +341,7 @@ def latest_of_broker(url: str, count: int, *, token: str | None = None) -> Sourc
             with without_proxy.open(request, timeout=10) as answer:
                 content = answer.read()
             group = json.loads(content) if content else None  # it is empty until a first group has come
-        except (OSError, ValueError, HTTPException) as error:
+        except (OSError, ValueError, HTTPException) as error:  # the last if no HTTP is spoken there
             raise GroupsUnreadable(f"{url}: no group could be fetched ({error})") from error
         if isinstance(group, dict) and group.get("scores") and group not in seen:
             seen.appendleft(group)

@@ -333,7 +333,10 @@ class BrokerRefused(AtroposError):
     """The broker answered with a problem; `problem` is its body, `status` the HTTP status."""
 
     def __init__(self, problem: dict[str, Any], status: int) -> None:
-        detail = problem.get("detail") or problem.get("title") or problem
+        said = any(value for name, value in problem.items() if name != "type")
+        detail = (
+            problem.get("detail") or problem.get("title") or (problem if said else "without a reason; check the URL")
+        )
         super().__init__(f"the broker refused ({status}): {detail}")
         self.problem = problem
         self.status = status

@@ -105,10 +105,14 @@ def raise_for_problem(response: httpx.Response) -> None:
         raise BatchCommitted(refused.problem, refused.status)
     is_missing = refused.status == httpx.codes.NOT_FOUND and refused.kind not in {"unknown-server", "unknown-fleet"}
     if is_missing and "/v1/servers" in response.url.path:
-        detail = f"{response.url} is not a route of this broker: its release has no registry of inference servers"
-        raise BrokerRefused({"detail": f"{detail}; upgrade it, or name servers by address"}, refused.status)
+        detail = f"{response.url} is no broker's, or one of a release that has no registry of inference servers"
+        raise BrokerRefused({"detail": f"{detail}; check the address, or name servers by address"}, refused.status)
     if is_missing and "/v1/fleets" in response.url.path:
-        detail = f"{response.url} is not a route of this broker: its release cannot scale; upgrade it"
+        detail = f"{response.url} is no broker's, or one of a release that cannot scale"
+        raise BrokerRefused({"detail": f"{detail}; check the address, or upgrade it"}, refused.status)
+    if is_missing and refused.kind in {"", "about:blank"}:  # the broker's own answers have a kind
+        said = refused.problem.get("detail") or "no text"
+        detail = f"{response.url} is no broker's ({said}); check host and port"
         raise BrokerRefused({"detail": detail}, refused.status)
     raise refused
 

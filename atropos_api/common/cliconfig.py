@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -315,9 +316,12 @@ def _select_section(model: type[BaseModel], content: dict[str, Any], section: st
 
 
 def check_keys(model: type[BaseModel], values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Return the values by field name, from aliases and kebab case too; refuse unknown keys with the nearest field."""
+    """Return the values by field name, from aliases and kebab case too; refuse unknown keys with the nearest field, and
+    a setting that is given under two of its names: one of the values would be lost.
+    """
     names = _names_of_fields(model)
     checked: dict[str, Any] = {}
+    spelt: dict[str, str] = {}
     for key, value in values.items():
         name = names.get(str(key).replace("-", "_"))
         if name is None:
@@ -325,6 +329,8 @@ def check_keys(model: type[BaseModel], values: Mapping[str, Any], *, where: str)
                 checked[str(key)] = value
                 continue
             raise ConfigError(f"{where}: unknown key {key!r}{nearest(str(key), names)}")
+        if (before := spelt.setdefault(name, str(key))) != str(key):
+            raise ConfigError(f"{where}: {before!r} and {key!r} are one setting; leave one of them out")
         nested = nested_model(model.model_fields[name].annotation)
         deeper = nested is not None and isinstance(value, Mapping)
         checked[name] = check_keys(nested, value, where=f"{where}: {name}") if nested and deeper else value
@@ -385,4 +391,8 @@ def _describe(problem: Mapping[str, Any], secret_paths: Container[str]) -> str:
         return f"{flag} is required"
     if ".".join(part for part in parts if not part.isdigit()) in secret_paths or names_secret(parts[-1]):
         return f"{flag}: {message}"
-    return f"{flag}: {message}, got {json.dumps(redact(problem.get('input')), default=str)}"
+    value = problem.get("input")
+    # A flag is always text: YAML has made `yes` a bool, 2024-01-01 a date and 100:4 the number 6004.
+    quotes = problem["type"] == "string_type" and isinstance(value, int | float | date)
+    hint = f", which is {type(value).__name__} in YAML; put what the file has in quotes" if quotes else ""
+    return f"{flag}: {message}, got {json.dumps(redact(value), default=str)}{hint}"

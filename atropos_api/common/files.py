@@ -28,6 +28,10 @@ class FileInTheWay(AtroposError):
     """A file exists already that a command would have to destroy."""
 
 
+class FileUnwritable(AtroposError):
+    """A command cannot create the file that it is to write."""
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replace the content of `path` in one step: after a failure, either the old or the new content is there."""
     data = content.encode() if isinstance(content, str) else content
@@ -100,22 +104,25 @@ class OutputFile:
 
     def __init__(self, path: Path, *, overwrite: bool = False, append: bool = False, hint: str = "") -> None:
         self.path = path
-        self.part = path.with_name(path.name + PART_SUFFIX)
         self._replaces = overwrite or append
         self._append = append
         if path.is_dir() or (path.exists() and not self._replaces):
             raise FileInTheWay(f"{path} is there already and is left as it is; {hint or 'name another file'}")
+        self.part = path.with_name(path.name + PART_SUFFIX)
         if self.part.exists():
             raise FileInTheWay(
                 f"{self.part} is in the way: a command writes to it, or was interrupted; look at it, then remove it"
             )
 
     def __enter__(self) -> Self:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[bytes] = self.part.open("xb")
-        except FileExistsError:
-            raise FileInTheWay(f"{self.part} is in the way: another command has just begun to write to it") from None
+        except OSError as error:
+            if isinstance(error, FileExistsError) and self.part.exists():
+                what = f"{self.part} is in the way: another command has just begun to write to it"
+                raise FileInTheWay(what) from None
+            raise FileUnwritable(f"{self.path}: cannot be written ({error.strerror}); name another file") from error
         try:
             if self._append and self.path.exists():
                 with self.path.open("rb") as old:
@@ -218,11 +225,12 @@ def expand_home(path: str | Path) -> Path:
         return Path(path)
 
 
-def with_home(value: object) -> object:
-    """Return the path in a setting with the home directory for its `~`: no shell has seen that of a run file.
-
-    A text stays a text: Path would take ./memory for the word memory.
-    """
+def named_path(value: object) -> object:
+    """Return a path as a user has written it with the home directory for its `~`; refuse an empty text."""
+    if value == "":  # as from a shell's unset variable; it would mean the present directory
+        raise ValueError("an empty text is not a path; name one, or leave the option out")
+    # No shell has seen the ~ of a run file, or that of --run-dir=~/runs: a folder of that name would be made.
+    # Path would take the ./auto of a --resume for the word auto.
     return os.path.expanduser(value) if isinstance(value, str | Path) else value  # noqa: PTH111
 
 

@@ -79,7 +79,8 @@ class Option:
             group.add_argument(*negated, dest=self.path, action="store_const", const="false", help=argparse.SUPPRESS)
         elif self.kind in {"list", "json"}:
             shown = "KEY=VALUE" if self.kind == "json" else metavar
-            group.add_argument(*self.flags, dest=self.path, nargs="+", metavar=shown, help=text)
+            # A flag that is repeated adds to its list: a value that was given first would be lost without a word.
+            group.add_argument(*self.flags, dest=self.path, nargs="+", action="extend", metavar=shown, help=text)
         else:
             group.add_argument(*self.flags, dest=self.path, metavar=metavar, help=text)
 

@@ -262,5 +262,6 @@ def decode_problem(body: bytes) -> dict[str, Any]:
     try:
         problem = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.DecodeError:
-        return {"type": "about:blank", "detail": body[:500].decode("utf-8", "replace")}
+        # The page of a proxy has many lines, and the error that quotes it has one.
+        return {"type": "about:blank", "detail": " ".join(body[:500].decode("utf-8", "replace").split())}
     return problem

@@ -117,6 +117,9 @@ ALLOW_ESTIMATED_TOKENS = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
 `allow_estimated_tokens`.
 """
 
+OFF = frozenset({"", "0", "false", "no", "off"})
+"""Values, in any case, that leave it off."""
+
 REPLACED = ("env_manager", "process_manager", "handle_env", "get_status", "register_env")
 """Methods of Atropos' scheduler that are never called here: an override of one would have no effect."""
 
@@ -143,7 +146,7 @@ class BaseEnv(sdk.BaseEnv):
         refuse_server_class(self.server_cls)
         super().__init__(config, server_configs, slurm=slurm, testing=testing)
         answer_one_by_one(self.server)
-        self.server.allow_estimated_tokens |= bool(os.environ.get(ALLOW_ESTIMATED_TOKENS))
+        self.server.allow_estimated_tokens |= os.environ.get(ALLOW_ESTIMATED_TOKENS, "").lower() not in OFF
         self.completion_lengths = []
         self.workers: set[Any] = set()
         self.eval_workers: set[Any] = set()

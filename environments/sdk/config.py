@@ -31,7 +31,7 @@ from pydantic import (
 )
 
 from atropos_api.common.cliconfig import ConfigError
-from atropos_api.common.files import expand_home
+from atropos_api.common.files import named_path
 from atropos_api.common.identity import require_address
 from atropos_api.common.observability import LogForm, MetricsHost, MetricsPort, TracesEndpoint
 from atropos_api.common.secrets import SECRET
@@ -188,10 +188,7 @@ class BaseEnvConfig(BaseModel):
     metrics_host: MetricsHost = "127.0.0.1"
     otlp_traces_endpoint: TracesEndpoint = None
 
-    @field_validator("data_path_to_save_groups", "data_dir_to_save_evals")
-    @classmethod
-    def _find_home(cls, value: str | None) -> str | None:
-        return None if value is None else str(expand_home(value))
+    _find_results = field_validator("data_path_to_save_groups", "data_dir_to_save_evals", mode="before")(named_path)
 
     @field_validator("group_size_schedule")
     @classmethod

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atropos_api.common.files import with_home
+from atropos_api.common.files import named_path
 from environments.sdk.errors import RequestRefused, TokenizerUnavailable
 from environments.sdk.tools import with_parsed_arguments
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def load_tokenizer(name: str, *, flag: str = "--env.tokenizer_name") -> Any:
     """Load a tokenizer by folder or Hugging Face name; local folders get a `FastTokenizer`. Errors name the flag."""
-    name = str(with_home(name))
+    name = str(named_path(name)) if name else name
     folder = Path(name)
     if (folder / "tokenizer.json").is_file():
         return FastTokenizer(folder)

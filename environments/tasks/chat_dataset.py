@@ -20,7 +20,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from atropos_api.common.files import expand_home
 from environments.tasks.chat_messages import read_chat, without_nulls
 from environments.tasks.data import Question, is_blank, is_missing, parts_in, read_cell, warn_of_parts
 from environments.tasks.records import (
@@ -28,6 +27,7 @@ from environments.tasks.records import (
     Split,
     files_of_split,
     load_records,
+    local_path,
     open_parquet,
     parse_line,
     read_records,
@@ -409,7 +409,7 @@ def _records_of(source: str | Path | Sequence[Mapping[str, Any]], split: Split) 
     """Return the records of a data set, read on demand where that is possible."""
     if not isinstance(source, str | Path):
         return [(f"record {number}", record) for number, record in enumerate(source, 1)]
-    path = expand_home(source)
+    path = local_path(source)
     if path.is_file() or path.is_dir():
         return _Joined([_records_of_file(file) for file in (files_of_split(path, split) if path.is_dir() else [path])])
     read = load_records(source, split, columns=lambda _: None)

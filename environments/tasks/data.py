@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
-from atropos_api.common.files import expand_home
+from atropos_api.common.files import expand_home, named_path
 from environments.rewards.protocol import reference_text
 from environments.tasks.records import (
     DataUnusable,
@@ -85,6 +85,8 @@ class DataFields(BaseModel):
         "(NAME::SPLIT without a configuration).",
     )
     seed: int = Field(0, description="Seed of the order of the training questions.")
+
+    _find_questions = field_validator("data_path", "val_data_path", mode="before")(named_path)
 
     def training_questions(self, *, hold_out: bool = False) -> list[Question]:
         """Return all questions to train on; with `hold_out`, without those that are held out for evaluation."""

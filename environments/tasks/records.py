@@ -43,7 +43,7 @@ Choose = Callable[[Iterable[str]], Sequence[str] | None]
 
 def load_records(source: str | Path, split: Split, *, columns: Choose) -> Iterator[tuple[str, Records]]:
     """Yield the numbered records of each file of `source`, or of a data set, with the place that errors name."""
-    path = expand_home(source)
+    path = local_path(source)
     if path.is_dir() or path.is_file():
         for file in files_of_split(path, split) if path.is_dir() else [path]:
             yield f"{file}:", read_records(file, columns=columns)
@@ -51,6 +51,13 @@ def load_records(source: str | Path, split: Split, *, columns: Choose) -> Iterat
         raise DataUnusable(f"{source}: cannot be read, since there is no such file or folder")
     else:
         yield _read_hub(source, split, columns)
+
+
+def local_path(source: str | Path) -> Path:
+    """Return the path at which data would be on this machine; raise `DataUnusable` for an empty text."""
+    if source == "":  # as from a shell's unset variable; it would mean all files below the present directory
+        raise DataUnusable("an empty text names no data; name a file, a folder or a Hugging Face data set")
+    return expand_home(source)
 
 
 def read_records(path: Path, suffix: str | None = None, *, columns: Choose) -> list[tuple[int, Any]]:

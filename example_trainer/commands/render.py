@@ -12,15 +12,18 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from atropos_api.common.cliconfig import ConfigError, load_config, nearest, read_yaml
+from atropos_api.common.files import named_path
+from atropos_api.common.option_flags import flag
 from atropos_api.common.secrets import redact
 from example_trainer.launcher.endpoints import differing
 from example_trainer.launcher.placement.choice import check_fits, roles_of
 from example_trainer.launcher.placement.render import Machines, render_kuberay, render_slurm
 from example_trainer.launcher.run_dir import as_plain_data
 from example_trainer.launcher.run_file import RunSettings, find_run_file, read_settings
-from example_trainer.options.training_options import named_directory
 
-KINDS = ("slurm", "kuberay")
+OF_ONE_KIND = {"slurm": ("run_dir", "time_limit"), "kuberay": ("image", "claim", "deadline")}
+"""The schedulers, each with the options that only its file has."""
+KINDS = tuple(OF_ONE_KIND)
 DESCRIPTION = "Print an sbatch script, or a ConfigMap and a RayJob for KubeRay, that runs a run file on Ray."
 
 LONGEST_NAME = 47
@@ -46,7 +49,7 @@ class RenderOptions(BaseModel):
     claim: str = Field("atropos-runs", description="PersistentVolumeClaim that all pods may write (kuberay).")
     deadline: int = Field(86_400, ge=1, description="Seconds after which the RayJob is ended (kuberay).")
 
-    _find_directory = field_validator("run_dir", mode="before")(named_directory)
+    _find_directory = field_validator("run_dir", mode="before")(named_path)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -58,6 +61,10 @@ def run(argv: Sequence[str]) -> int:
     if not asks_help and (len(argv) < 2 or argv[1].startswith("-")):
         raise ConfigError(f"name the scheduler and the run file: {prog}")
     options = load_config(RenderOptions, ["--help"] if asks_help else argv[2:], prog=prog, description=DESCRIPTION)
+    for kind, names in OF_ONE_KIND.items():
+        for name in names if kind != argv[0] else ():
+            if name in options.model_fields_set:
+                raise ConfigError(f"{flag(name)} is for atropos render {kind}; leave it out")
     path = Path(find_run_file(argv[1])).absolute()
     settings = read_settings(["--config", str(path), "--placement", "ray", "--placement-address", _TO_BE_TOLD])
     check_fits(settings)

@@ -146,5 +146,4 @@ def ignored_settings(entry: EnvironmentSettings, known: Mapping[str, Any]) -> li
 
     Secrets are left out: an environment's answer does not name them.
     """
-    names = [(name, name.replace("-", "_")) for name in map(str, entry.env)]
-    return [name for name, field in names if field not in known and not names_secret(field)]
+    return [name for name in entry.env if name not in known and not names_secret(name)]

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from atropos_api.common.cliconfig import RUN_FILE_SECTIONS, ConfigError, check_keys, load_config, nearest, read_yaml
 from atropos_api.common.secrets import redact
-from example_trainer.launcher.section_flags import SectionFlags
+from example_trainer.launcher.section_flags import PREFIXED_SECTIONS, SectionFlags
 from example_trainer.launcher.teacher import TEACHER
 from example_trainer.options.modes import MODES
 
@@ -37,7 +37,30 @@ def read_sections(path: str) -> dict[str, Any]:
             shown = json.dumps(redact(value), default=str)
             raise ConfigError(f"--config {path}: section {key!r} takes {words}, got {shown}")
         _refuse_unknown_names(key, value, where=f"--config {path}, {key}")
-    return {key: value for key, value in content.items() if key != "trainer"}
+    return {key: _by_field(key, value, f"--config {path}, {key}") for key, value in content.items() if key != "trainer"}
+
+
+def _by_field(section: str, value: Any, where: str) -> Any:
+    """Return a section with its settings named as fields are (`group-size` is `group_size`): plan and checks read some.
+
+    Raise `ConfigError` for a setting that is named in both ways.
+    """
+    if not value:
+        return value
+    if section == "environments":
+        return [{part: _by_field(part, inner, f"{where}: {part}") for part, inner in entry.items()} for entry in value]
+    if section not in PREFIXED_SECTIONS:
+        return value
+    if isinstance(value, list):
+        return [_by_field(section, server, where) for server in value]
+    named: dict[str, Any] = {}
+    for key, inner in value.items():
+        name = str(key).replace("-", "_")
+        if name in named:
+            raise ConfigError(f"{where}: {name} is given with - and with _; leave one of them out")
+        is_server = section == TEACHER and name == "vllm" and isinstance(inner, Mapping)
+        named[name] = _by_field("vllm", inner, f"{where}: vllm") if is_server else inner
+    return named
 
 
 def _refuse_unknown_names(section: str, value: Any, *, where: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from atropos_api.common.files import with_home
+from atropos_api.common.files import named_path
 from atropos_api.common.identity import Address, Host, host_in_url, split_address
 from atropos_api.common.secrets import SECRET
 from example_trainer.options.modes import MODES, BridgeMode, Mode
@@ -146,7 +146,7 @@ class PublishOptions(BaseModel):
         16, ge=0, description="Sequences sampled per step for comparing logprobs with older versions."
     )
 
-    _find_manifest = field_validator("vllm_config_path", mode="before")(with_home)
+    _find_manifest = field_validator("vllm_config_path", mode="before")(named_path)
 
     @field_validator("vllm_settings", mode="before")
     @classmethod

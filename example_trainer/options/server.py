@@ -48,6 +48,8 @@ def below_flags(section: Mapping[str, Any], typed: Collection[str]) -> dict[str,
     """Return a `vllm:` section without the options whose counterpart in the trainer was typed on the command line."""
     fields = {**TRAINER_FIELDS, "dtype": "dtype", "seed": "seed"}
     given = {str(name).replace("-", "_"): value for name, value in section.items()}
+    if "model_name" in given:  # the server's other name of the setting, which the launcher writes as `model`
+        given["model"] = given.pop("model_name")
     return {name: value for name, value in given.items() if fields.get(name) not in typed}
 
 

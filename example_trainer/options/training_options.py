@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from atropos_api.common.files import with_home
+from atropos_api.common.files import named_path
 from atropos_api.common.identity import Address, host_in_url, is_this_host
 from atropos_api.common.observability import LogForm, MetricsHost, MetricsPort, TracesEndpoint
 from atropos_api.common.option_flags import aliases
@@ -29,13 +29,6 @@ from example_trainer.options.without_effect import settings_without_effect
 MOST_SERVERS = 512
 LARGEST_SEED = 2**32 - 1
 """The largest seed that every library accepts."""
-
-
-def named_directory(value: object) -> object:
-    """Return a directory as a user has written it with the home directory for its `~`; refuse an empty text."""
-    if value == "":  # as from a shell's unset variable; it would mean the present directory
-        raise ValueError("an empty text is not a directory; name one, or leave the option out")
-    return with_home(value)
 
 
 class ProcessOptions(BaseModel):
@@ -122,7 +115,7 @@ class RunOptions(ProcessOptions):
         "waits for before its first publish, one at least; atropos-grpo-run starts them here.",
     )
 
-    _find_directories = field_validator("run_dir", "save_path", "log_dir", "resume", mode="before")(named_directory)
+    _find_directories = field_validator("run_dir", "save_path", "log_dir", "resume", mode="before")(named_path)
 
 
 class LoggingOptions(BaseModel):
@@ -251,7 +244,8 @@ class TrainingOptions(
             return ()
         count = max(1, self.num_inference_nodes)
         host, ports = host_in_url(self.vllm_host), range(self.vllm_port, self.vllm_port + count)
-        return tuple(self.inference_urls or (f"http://{host}:{port}" for port in ports))
+        given = self.inference_urls or (f"http://{host}:{port}" for port in ports)
+        return tuple(url.rstrip("/") for url in given)  # environments get them with /v1 added
 
     @property
     def local_servers(self) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from atropos_api.common.cliconfig import load_config_with_rest
-from atropos_api.common.files import with_home
+from atropos_api.common.files import named_path
 from atropos_api.common.identity import EVERYWHERE, Address, host_in_url
 from atropos_api.common.observability import LogForm
 from atropos_api.common.secrets import SECRET, TokenSource
@@ -185,7 +185,7 @@ class ServerConfig(BaseModel):
     log_format: LogForm = "text"
     uvicorn_log_level: str = Field("warning", description="Log level of the HTTP server.")
 
-    _find_home = field_validator("model", "tokenizer", "adapter", "bridge_dir", mode="before")(with_home)
+    _find_paths = field_validator("model", "tokenizer", "adapter", "bridge_dir", mode="before")(named_path)
 
     @property
     def is_local(self) -> bool:
@@ -211,7 +211,7 @@ class ServerConfig(BaseModel):
         """Return True if weights are exported: the flag decides, else either variable of the environment."""
         if self.share_weights is not None:
             return self.share_weights
-        asked = environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "0") not in {"", "0", "false"}
+        asked = environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "").lower() not in {"", "0", "false", "no", "off"}
         return not self.awaits_policy(environ) and (asked or "NUM_INFERENCE_NODES" in environ)
 
     def awaits_policy(self, environ: Mapping[str, str]) -> bool:

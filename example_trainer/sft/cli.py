@@ -28,7 +28,14 @@ from example_trainer.memory.fit import with_changes
 from example_trainer.memory.preflight import preflight
 from example_trainer.options.without_effect import settings_without_effect
 from example_trainer.sft.config import SftConfig
-from example_trainer.sft.output import CONFIG_FILE, RECORD_KEY, claim_folder, refuse_used_folder, settle_folder
+from example_trainer.sft.output import (
+    CONFIG_FILE,
+    RECORD_KEY,
+    claim_folder,
+    delete_earlier_run,
+    refuse_used_folder,
+    settle_folder,
+)
 
 if TYPE_CHECKING:
     from example_trainer.distributed.ranks import Ranks
@@ -107,12 +114,18 @@ def _train(config: SftConfig, directory: Path, ranks: Ranks) -> int:
     stop = StopFlag()
     with ExitStack() as held, stop.listening():
         ranks.on_main(lambda: held.enter_context(locked({"--save-path": directory})))
-        ranks.on_main(lambda: claim_folder(directory, deletes=config.overwrite))
-        ranks.on_main(lambda: write_json(directory / CONFIG_FILE, record))
+        ranks.on_main(lambda: claim_folder(directory, model_name=config.model_name, will_delete=config.overwrite))
+
+        def begin() -> None:
+            if config.overwrite:
+                delete_earlier_run(directory)
+            write_json(directory / CONFIG_FILE, record)
+
         tuning = FineTuning(
             config,
             directory,
             data,
+            begin=begin,
             trackers=lambda training: run_trackers(training, writes=ranks.is_main, settings=public_settings(config)),
             should_stop=stop.is_set,
             ranks=ranks,

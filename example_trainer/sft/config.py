@@ -13,13 +13,13 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from atropos_api.common.cliconfig import validate
-from atropos_api.common.files import with_home
+from atropos_api.common.files import named_path
 from atropos_api.common.observability import LogForm
 from atropos_api.common.option_flags import aliases, flag
 from example_trainer.config import TrainingConfig
 from example_trainer.options.conflicts import ADAPTER_SETTINGS
 from example_trainer.options.model import FitOptions, LoadingOptions, LoraOptions, MicroBatchOptions, OptimizerOptions
-from example_trainer.options.training_options import LARGEST_SEED, LoggingOptions, ProcessOptions, named_directory
+from example_trainer.options.training_options import LARGEST_SEED, LoggingOptions, ProcessOptions
 
 ROW_MULTIPLE_WITHOUT_PACKING = 8
 
@@ -27,7 +27,7 @@ ROW_MULTIPLE_WITHOUT_PACKING = 8
 class DataOptions(BaseModel):
     """The data to learn."""
 
-    _find_template = field_validator("chat_template", mode="before")(with_home)
+    _find_template = field_validator("chat_template", mode="before")(named_path)
 
     dataset: str = Field(
         description="Data to learn: a .jsonl, .json or .parquet file, a folder of them, or a Hugging Face data set as "
@@ -130,7 +130,7 @@ class OutputOptions(ProcessOptions):
     seed: int = Field(0, ge=0, le=LARGEST_SEED, description="Seed of the order of the data, and of dropout.")
     log_format: LogForm = "text"
 
-    _find_directories = field_validator("save_path", "resume", mode="before")(named_directory)
+    _find_directories = field_validator("save_path", "resume", mode="before")(named_path)
 
 
 class SftConfig(

@@ -79,10 +79,14 @@ class FineTuning:
         data: FineTuningData,
         *,
         trackers: Callable[[TrainingConfig], RunTrackers],
+        begin: Callable[[], None] = lambda: None,
         should_stop: Callable[[], bool] = lambda: False,
         ranks: Ranks | None = None,
     ) -> None:
-        """Keep the arguments; `trackers` makes the trackers of the run, which need its settings."""
+        """Keep the arguments; `trackers` makes the trackers of the run, which need its settings.
+
+        `begin` is called once nothing is left that could refuse the run: it may delete an earlier one.
+        """
         rows = len(data.samples)
         self.training = config.training_config(directory, config.steps_for(rows))
         self._config = config
@@ -91,6 +95,7 @@ class FineTuning:
         self._ranks = ranks or Ranks()
         self._should_stop = should_stop
         self._trackers = trackers(self.training)
+        self._begin = begin
         per_step = config.sequences_per_step
         total = config.training_steps * per_step if config.training_steps else rows * config.num_epochs
         self._order = SampleOrder(data.samples, seed=config.seed, per_step=per_step, total=total)
@@ -139,6 +144,7 @@ class FineTuning:
             if checkpoint is not None and state is not None:
                 self._train_step.resume(checkpoint, state)
                 self._ranks.on_main(partial(continue_at, self._directory, checkpoint))
+            self._ranks.on_main(self._begin)
         except BaseException:
             self._trackers.close()
             raise

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atropos_api.common.cliconfig import ConfigError
-from atropos_api.common.files import move_link, read_json_object, sync_path, write_directory
+from atropos_api.common.files import expand_home, move_link, read_json_object, sync_path, write_directory
 from example_trainer.checkpoint_model_files import raising_os_errors, write_merged_model
 from example_trainer.checkpointing import LATEST, PREFIX
 from example_trainer.errors import CheckpointError
@@ -45,24 +45,32 @@ def refuse_used_folder(directory: Path) -> None:
         )
 
 
-def claim_folder(directory: Path, *, deletes: bool) -> None:
-    """Make the folder, without an earlier run's files if they are to be deleted; it can be written after this.
+def claim_folder(directory: Path, *, model_name: str, will_delete: bool) -> None:
+    """Make the folder; it can be written after this.
 
-    Raises `ConfigError` if `config.json` is not that of a fine-tuning: the folder is then a model, or another run.
+    Raises `ConfigError` if an earlier run's files will be deleted, and the folder is not a fine-tuning's (by its
+    `config.json` it is a model, or another run), or if the model to begin with is one of those files.
     """
-    if deletes:
+    if will_delete:
         record = directory / CONFIG_FILE
         if record.exists() and RECORD_KEY not in read_json_object(record):
             raise ConfigError(
                 f"--overwrite: --save-path {directory} has a {CONFIG_FILE} that atropos-sft did not write, so it may "
                 "be a model; name another folder"
             )
-        for path in list(_files_of_a_run(directory)):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+        model = expand_home(model_name).resolve()
+        if any(model.is_relative_to(path.resolve()) for path in _files_of_a_run(directory)):
+            raise ConfigError(f"--overwrite would delete --model-name {model_name}; name another --save-path")
     require_writable(directory, "--save-path")
+
+
+def delete_earlier_run(directory: Path) -> None:
+    """Delete an earlier run's files from a folder that is claimed."""
+    for path in list(_files_of_a_run(directory)):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _files_of_a_run(directory: Path) -> Iterator[Path]:

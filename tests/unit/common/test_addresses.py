@@ -63,6 +63,17 @@ def test_the_servers_of_a_host_with_an_ipv6_address_are_at_urls_with_brackets() 
     assert all(map(require_address, config.server_urls))
 
 
+def test_a_slash_at_the_end_of_a_servers_address_is_left_out() -> None:
+    """Environments asked for http://gpu:9001//generate, which no server has."""
+    config = TrainingConfig(
+        model_name="m",
+        weight_bridge_mode="lora_only",
+        num_inference_nodes=1,
+        inference_urls=["http://gpu:9001/"],
+    )
+    assert config.server_urls == ("http://gpu:9001",)
+
+
 @pytest.mark.parametrize("host", ["http://host", "host:9001", "host/path", "", "two words", "-x", "[::1]"])
 def test_a_text_that_is_not_a_host_is_reported(host: str) -> None:
     with pytest.raises(ValueError, match="without scheme and port"):

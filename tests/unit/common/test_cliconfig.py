@@ -198,6 +198,39 @@ def test_a_mistake_in_one_of_several_forms_is_reported_alone_and_no_key_with_it(
         parse(f"--config {config}")
 
 
+def test_a_setting_under_two_of_its_names_is_refused_in_a_file(tmp_path: Path) -> None:
+    """The value of one of them was lost without a word."""
+    config = tmp_path / "a.yaml"
+    for text, told in (
+        ("model_name: m\nmodel: n\n", "'model_name' and 'model' are one setting"),
+        ("model_name: m\nenv: {group-size: 2, group_size: 3}\n", "env: 'group-size' and 'group_size' are one setting"),
+    ):
+        config.write_text(text)
+        with pytest.raises(ConfigError, match=told):
+            parse(f"--config {config}")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [("yes", "bool"), ("2024-01-01", "date"), ("100:4", "int"), ("1.5", "float")]
+)
+def test_a_text_that_yaml_reads_as_something_else_is_to_be_quoted(tmp_path: Path, text: str, kind: str) -> None:
+    """A date was shown in quotes, as if it were text."""
+    config = tmp_path / "a.yaml"
+    config.write_text(f"model_name: {text}\n")
+    with pytest.raises(
+        ConfigError, match=rf"--model-name: .*, which is {kind} in YAML; put what the file has in quotes"
+    ):
+        parse(f"--config {config}")
+
+
+def test_a_list_is_added_to_by_each_of_its_flags(tmp_path: Path) -> None:
+    """Of `--env.reward a --env.reward b` the first was lost without a word."""
+    config = tmp_path / "a.yaml"
+    config.write_text("model_name: m\ntargets: [k]\n")
+    assert parse(f"--config {config}").targets == ["k"]
+    assert parse(f"--config {config} --targets q --targets v o").targets == ["q", "v", "o"]
+
+
 def test_a_key_that_a_merged_mapping_has_as_well_is_no_key_twice(tmp_path: Path) -> None:
     path = tmp_path / "merged.yaml"
     path.write_text("base: &base {a: 1, b: 2}\nover: {<<: *base, a: 3}\nlist: [{a: 1}, {a: 2}]\n")

@@ -13,6 +13,7 @@ import pytest
 
 from atropos_api.client import BrokerClient
 from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.errors import AtroposError
 from atropos_api.common.files import FileInTheWay
 from atropos_api.testing import served_broker
 from atropos_api.wire.groups import Group
@@ -254,6 +255,30 @@ def test_a_broker_is_asked_only_where_it_is_named(command, flags, tmp_path):
         command([str(tmp_path / "out.jsonl"), *flags])
 
 
+@pytest.mark.parametrize("out", ["", "/", "groups.jsonl/out.jsonl", "/proc/out.jsonl"])
+def test_a_file_that_cannot_be_written_is_one_line(out, groups_file, tmp_path, monkeypatch):
+    """A shell's unset variable, and a file in place of a folder, ended in tracebacks."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AtroposError, match=r"is there already and is left as it is|cannot be written \(.*another file"):
+        run_sft([out, "--groups", str(groups_file), "--save-messages"])
+    assert [path.name for path in tmp_path.iterdir()] == ["groups.jsonl"]
+
+
+def test_groups_that_are_not_there_are_one_line_also_for_an_output_that_is(tmp_path):
+    (tmp_path / "out.jsonl").write_text("mine\n")
+    argv = [str(tmp_path / "out.jsonl"), "--groups", str(tmp_path / "grups.jsonl"), "--append-to-previous"]
+    with pytest.raises(GroupsUnreadable, match=r"grups\.jsonl: cannot be read"):
+        run_sft([*argv, "--save-messages"])
+    assert (tmp_path / "out.jsonl").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8000", "http://localhost:abc", "/groups.jsonl"])
+@pytest.mark.parametrize("command", [lambda argv: run_sft(["out.jsonl", *argv]), run_view])
+def test_what_is_no_address_of_a_broker_is_refused_before_anything_is_asked(command, url):
+    with pytest.raises(ConfigError, match="--api-url: an address"):
+        command(["--api-url", url])
+
+
 def test_text_is_never_read_by_a_tokenizer_that_was_not_named(groups_file, tmp_path):
     with pytest.raises(ConfigError, match="--tokenizer NAME or FOLDER"):
         run_sft([str(tmp_path / "out.jsonl"), "--groups", str(groups_file)])
@@ -352,6 +377,21 @@ def test_the_latest_groups_of_a_broker_with_a_token_are_shown(group):
         assert [shown["scores"] for shown in latest_of_broker(url, 2, token="a-token-of-ours")()] == [group["scores"]]
         with pytest.raises(GroupsUnreadable, match="401"):
             latest_of_broker(url, 2)()
+
+
+def test_a_service_that_speaks_no_http_is_one_line_on_the_page():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet():
+            with listener.accept()[0] as caller:
+                caller.recv(1000)
+                caller.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(GroupsUnreadable, match=r"no group could be fetched .*SSH-2"):
+            latest_of_broker(f"http://127.0.0.1:{listener.getsockname()[1]}", 2)()
+        thread.join()
 
 
 def test_groups_are_taken_from_a_broker_in_a_trainers_place(group, tokenizer_folder, tmp_path):

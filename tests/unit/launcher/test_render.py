@@ -212,11 +212,13 @@ def test_runs_whose_names_kubernetes_does_not_take_do_not_share_a_directory(run_
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("slurm", "RUN", "--run-dir", ""), "--run-dir: an empty text is not a directory"),
+        (("slurm", "RUN", "--run-dir", ""), "--run-dir: an empty text is not a path"),
         (("kuberay", "RUN"), "--image is needed"),
         (("slum", "RUN"), "did you mean slurm"),
         (("slurm",), "name the scheduler and the run file"),
         (("slurm", "RUN", "--nodes", "0"), "--nodes"),
+        (("slurm", "RUN", "--image", "i"), "--image is for atropos render kuberay; leave it out"),
+        (("kuberay", "RUN", "--image", "i", "--time-limit", "2:00:00"), "--time-limit is for atropos render slurm"),
     ],
 )
 def test_what_is_missing_is_one_line(run_file, words, told) -> None:

@@ -41,6 +41,31 @@ def test_sections_of_a_run_file_reach_their_programs(run_file: str) -> None:
     assert environment.openai == {"server_type": "vllm"}
 
 
+def test_the_launcher_knows_a_setting_of_a_section_by_either_spelling(run_file: str, tmp_path: Path) -> None:
+    """A token's file was not found under `token-file`, and a file for all groups was cut to the newest ones."""
+    text = RUN_FILE.replace("port: 8100", "token-file: /t").replace("group_size: 8", "group-size: 7, val-data-path: v")
+    Path(run_file).write_text(text.replace("server_type", "server-type"))
+    settings = read_settings(["--config", run_file])
+    assert settings.section("api") == {"token_file": "/t"}
+    assert settings.environments[0].env == {"group_size": 7, "val_data_path": "v"}
+    assert settings.environments[0].openai == {"server_type": "vllm"}
+    Path(run_file).write_text(
+        text.replace(
+            "trainer: {", "teacher: {model-name: t, vllm: {max-model-len: 8}}\ntrainer: {distill: forward_kl, "
+        )
+    )
+    assert read_settings(["--config", run_file]).teachers == {"model_name": "t", "vllm": {"max_model_len": 8}}
+    listed = tmp_path / "listed.yaml"
+    listed.write_text(
+        "trainer: {model_name: m}\nenvironments: [{file: a.py, env: {group-size: 2}, openai: [{api-key: k}]}]"
+    )
+    (environment,) = read_settings(["--config", str(listed)]).environments
+    assert (environment.env, environment.openai) == ({"group_size": 2}, [{"api_key": "k"}])
+    listed.write_text("trainer: {model_name: m}\nenv: {server: a.py, group-size: 2, group_size: 3}")
+    with pytest.raises(ConfigError, match="env: group_size is given with - and with _; leave one of them out"):
+        read_settings(["--config", str(listed)])
+
+
 def test_the_help_says_where_the_options_of_the_other_programs_are_listed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

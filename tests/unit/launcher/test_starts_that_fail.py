@@ -117,7 +117,7 @@ def test_a_run_directory_that_is_a_file_or_no_text_and_a_resume_of_no_run_are_re
     with pytest.raises(DirectoryUnusable, match=rf"--run-dir {occupied}: cannot be written \(File exists\)"):
         plan_launch(read_settings(["--model-name", "org/model", "--run-dir", str(occupied)]))
     for flag in ("--run-dir", "--save-path", "--log-dir", "--resume"):  # as a shell writes a variable that is not set
-        with pytest.raises(ConfigError, match=rf"{flag}: an empty text is not a directory"):
+        with pytest.raises(ConfigError, match=rf"{flag}: an empty text is not a path"):
             read_settings(["--model-name", "org/model", flag, ""])
     with pytest.raises(ConfigError, match=r"--resume auto: .* name that of the run with --run-dir"):
         plan_launch(read_settings(["--model-name", "org/model", "--resume", "auto"]))

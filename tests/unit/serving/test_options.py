@@ -37,6 +37,7 @@ def config(**fields):
         (None, {}, False),
         (None, {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}, True),
         (None, {"VLLM_ENABLE_SHARED_WEIGHTS": "0"}, False),
+        (None, {"VLLM_ENABLE_SHARED_WEIGHTS": "False"}, False),
         (None, {"NUM_INFERENCE_NODES": "0"}, True),
         (None, {"NUM_INFERENCE_NODES": "2", "VLLM_ENABLE_SHARED_WEIGHTS": "1"}, False),
         (True, {}, True),

@@ -13,7 +13,7 @@ from atropos_api.common.errors import AtroposError
 from example_trainer.errors import DoesNotFit
 from example_trainer.launcher.run_lock import locked
 from example_trainer.sft.cli import run
-from example_trainer.sft.output import claim_folder
+from example_trainer.sft.output import claim_folder, delete_earlier_run
 from example_trainer.testing import make_tiny_model
 from example_trainer.tiny.model import PADDED_VOCABULARY_SIZE
 from example_trainer.tiny.tokenizer import make_tokenizer
@@ -111,11 +111,24 @@ def test_overwrite_deletes_no_model_and_no_run_of_another_program(tmp_path: Path
         (tmp_path / "checkpoint-3").mkdir(exist_ok=True)
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ConfigError, match=r"--overwrite: .* has a config.json that atropos-sft did not write"):
-            claim_folder(tmp_path, deletes=True)
+            claim_folder(tmp_path, model_name="m", will_delete=True)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "config.json"]
     (tmp_path / "config.json").write_text('{"sft": {}}')
-    claim_folder(tmp_path, deletes=True)
+    claim_folder(tmp_path, model_name="m", will_delete=True)
+    delete_earlier_run(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_overwrite_deletes_nothing_for_a_run_that_is_refused(sft: Sft) -> None:
+    """A sequence too long for the model, and a model in the folder, failed once the earlier run had been deleted."""
+    folder = sft("--training-steps", "1")
+    before = sorted(path.name for path in folder.iterdir())
+    with pytest.raises(AtroposError, match="the model takes 128"):
+        sft("--training-steps", "1", "--overwrite", rows=[{"text": "1 2 " * 100}])
+    for name in ("final_model", "checkpoint-1"):
+        with pytest.raises(ConfigError, match=f"--overwrite would delete --model-name .*{name}; name another"):
+            sft("--training-steps", "1", "--overwrite", model=folder / name)
+    assert sorted(path.name for path in folder.iterdir()) == before
 
 
 def test_a_folder_that_is_in_use_is_not_touched(sft: Sft) -> None:

@@ -45,7 +45,9 @@ def test_it_is_one_line_with_the_place_and_a_way_out(tmp_path, kind):
     assert place[:100] in str(caught.value)
 
 
-@pytest.mark.parametrize("place", ["http://localhost:6379/0", "file:///tmp/store", "a\0b", ""])
+@pytest.mark.parametrize(
+    "place", ["http://localhost:6379/0", "file:///tmp/store", "redis:/localhost:6379/0", "a\0b", ""]
+)
 def test_what_is_no_place_at_all_is_refused_before_anything_is_made(place):
     with pytest.raises(ValueError, match="name a directory, say memory, or give the URL of a Redis"):
         BrokerConfig(store=place)

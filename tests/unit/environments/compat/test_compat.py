@@ -235,7 +235,7 @@ def test_a_page_of_groups_is_written_where_it_is_wanted(tmp_path):
     assert "&lt;b&gt;hi" in (tmp_path / "page.html").read_text()
 
 
-@pytest.mark.parametrize(("variable", "allowed"), [("1", True), (None, False)])
+@pytest.mark.parametrize(("variable", "allowed"), [("1", True), ("0", False), (None, False)])
 def test_the_variable_that_allows_text_alone_has_an_effect(monkeypatch, tokenizer_folder, variable, allowed):
     if variable is not None:
         monkeypatch.setenv("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER", variable)

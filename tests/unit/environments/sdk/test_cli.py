@@ -53,6 +53,14 @@ def test_a_run_file_for_another_environment_gives_what_is_known_and_a_line_for_t
     assert "written for arithmetic_server.py: ignored the keys that Stories does not have: task" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["data_path_to_save_groups", "data_dir_to_save_evals"])
+def test_an_empty_text_is_no_place_for_results(name):
+    """The first group of a run ended it in a traceback."""
+    with pytest.raises(ConfigError, match=rf"--env.{name.replace('_', '-')}: an empty text is not a path"):
+        read_command(ArithmeticEnv, "process", [f"--env.{name}="])
+    assert getattr(read_command(ArithmeticEnv, "process", [f"--env.{name}=~/x"]).env, name) == str(Path.home() / "x")
+
+
 def test_a_key_that_the_files_own_environment_does_not_know_is_refused(tmp_path):
     file = tmp_path / "run.yaml"
     for server in ("stories", "./stories.py", f"{__name__.rpartition('.')[2]}.py", None):

@@ -10,10 +10,11 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from environments.arithmetic_server import as_word_problems
 from environments.math_server_zero import EVAL_SETS
-from environments.tasks.chat_dataset import load_rows
+from environments.tasks.chat_dataset import ChatDataset, load_rows
 from environments.tasks.data import DataFields, Question, ShuffledEpochs, load_questions
 from environments.tasks.records import DataUnusable
 
@@ -88,6 +89,22 @@ def test_data_that_is_not_there_is_reported(tmp_path: Path) -> None:
         load_questions(write(tmp_path / "d.parquet", "text"), "train")
     with pytest.raises(DataUnusable, match=r"supported are \.jsonl"):
         load_questions(write(tmp_path / "d.csv", "text"), "train")
+
+
+def test_an_empty_text_is_refused_where_it_would_mean_the_present_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--env.data_path "$DATA"`, with a variable that is not set, trained on whatever files lay there."""
+    write(tmp_path / "other.jsonl", {"question": "a", "answer": "1"})
+    monkeypatch.chdir(tmp_path)
+    for name in ("data_path", "val_data_path"):
+        with pytest.raises(ValidationError, match="an empty text is not a path"):
+            DataFields.model_validate({name: ""})
+    for read in (load_questions, load_rows):
+        with pytest.raises(DataUnusable, match="an empty text names no data"):
+            read("", "train")
+    with pytest.raises(DataUnusable, match="an empty text names no data"):
+        ChatDataset("", None)
 
 
 def test_records_without_an_answer_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
