@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from atropos_api.common.cliconfig import ConfigError, load_config, run_cli, validate
+from atropos_api.common.errors import Outage
 from atropos_api.common.logs import setup_logging
 from atropos_api.common.malloc import keep_freed_memory
 from atropos_api.common.secrets import TokenSource
@@ -32,9 +33,13 @@ def run(argv: Sequence[str]) -> int:
     logs = setup_logging("run-api", level=config.log_level, form=config.log_format)
     keep_freed_memory()
     # The server stack takes most of a second to import, which --help should not cost.
+    from atropos_api.errors import StoreUnavailable
     from atropos_api.server.serve import serve
 
-    return serve(config, logs)
+    try:
+        return serve(config, logs)
+    except StoreUnavailable as error:  # such as a Redis that starts later than this broker
+        raise Outage(str(error)) from error
 
 
 def main() -> NoReturn:

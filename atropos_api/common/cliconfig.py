@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from atropos_api.common.errors import REFUSED, AtroposError
+from atropos_api.common.errors import OUTAGE, REFUSED, AtroposError, Outage
 from atropos_api.common.identity import version_line
 from atropos_api.common.option_flags import Option, list_options, nested_model
 from atropos_api.common.secrets import names_secret, redact, redact_arguments, redact_text
@@ -165,7 +165,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def run_cli(main: Callable[[list[str]], int]) -> NoReturn:
     """Run a command with the process's arguments; an `AtroposError`, or a path that cannot be used, becomes one line on
-    stderr and exit code 2.
+    stderr and exit code 2, an `Outage` 75.
 
     `--version` is answered here, so that every command and subcommand has it.
     """
@@ -177,7 +177,7 @@ def run_cli(main: Callable[[list[str]], int]) -> NoReturn:
         sys.stdout.flush()
     except AtroposError as error:
         sys.stderr.write(f"{program_name()}: error: {redact_text(str(error))}\n")
-        code = REFUSED
+        code = OUTAGE if isinstance(error, Outage) else REFUSED
     except KeyboardInterrupt:
         code = 130
     except OSError as error:

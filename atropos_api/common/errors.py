@@ -16,3 +16,7 @@ OUTAGE: Final = 75
 
 class AtroposError(Exception):
     """An error for the user: it names the cause, the offending value and the next step, in one line on stderr."""
+
+
+class Outage(AtroposError):
+    """A program ends because another one does not answer; a later start of it may go on."""

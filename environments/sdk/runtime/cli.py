@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import anyio
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from atropos_api.common.cliconfig import ConfigError, load_config, nearest, program_name
-from atropos_api.common.errors import OUTAGE, AtroposError
+from atropos_api.common.cliconfig import ConfigError, load_config, nearest
+from atropos_api.common.errors import AtroposError, Outage
 from atropos_api.common.identity import server_stem
 from atropos_api.common.logs import setup_logging
-from atropos_api.common.secrets import TokenSource, redact_text
+from atropos_api.common.secrets import TokenSource
 from atropos_api.common.tracing import open_tracing
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list, slurm_servers
 from environments.sdk.environment import Environment
@@ -109,10 +109,9 @@ def run_verb(env_cls: type[Environment], argv: Sequence[str]) -> int:
     try:
         return run(verb, make_env)
     except AtroposError as error:
-        if verb != "serve" or not _is_outage(error):
-            raise
-        sys.stderr.write(f"{program_name()}: error: {redact_text(str(error))}\n")
-        return OUTAGE
+        if verb == "serve" and _is_outage(error):
+            raise Outage(str(error)) from error
+        raise
 
 
 def _is_outage(error: AtroposError) -> bool:

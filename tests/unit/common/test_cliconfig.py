@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from atropos_api.common.cliconfig import ConfigError, load_config, load_config_with_rest, read_yaml, run_cli
+from atropos_api.common.errors import AtroposError, Outage
 
 
 class Env(BaseModel):
@@ -251,6 +252,19 @@ def test_a_path_that_cannot_be_used_is_one_line_and_exit_code_2(
         run_cli(main)
     told = f"tool: error: /home/alice/model: {os.strerror(number)}; name a path that user {os.getuid()} can use\n"
     assert (ended.value.code, capsys.readouterr().err) == (2, told)
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("gone"), 2), (Outage("gone"), 75)])
+def test_what_a_later_start_may_mend_has_an_exit_code_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: AtroposError, code: int
+) -> None:
+    def main(_: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["/bin/tool"])
+    with pytest.raises(SystemExit) as ended:
+        run_cli(main)
+    assert (ended.value.code, capsys.readouterr().err) == (code, "tool: error: gone\n")
 
 
 def test_an_error_of_the_system_that_may_pass_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

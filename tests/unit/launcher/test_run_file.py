@@ -10,7 +10,7 @@ from atropos_api.common.cliconfig import ConfigError
 from atropos_api.config import BrokerConfig
 from environments.export import ExportOptions
 from environments.sdk.config import BaseEnvConfig
-from example_trainer.launcher.environment_settings import OF_ONE_ENVIRONMENT
+from example_trainer.launcher.environment_settings import OF_ONE_ENVIRONMENT, program_of
 from example_trainer.launcher.run_file import read_settings, trainer_settings
 from example_trainer.launcher.section_flags import split_section_flags
 from example_trainer.serving.config import ServerConfig
@@ -111,6 +111,8 @@ def test_a_home_directory_is_found_in_every_place_for_a_file_and_none_is_made_of
     environment = BaseEnvConfig(data_path_to_save_groups="~/groups.jsonl", data_dir_to_save_evals="~/evals")
     assert environment.data_path_to_save_groups == str(tmp_path / "groups.jsonl")
     assert environment.data_dir_to_save_evals == str(tmp_path / "evals")
+    (tmp_path / "my_env.py").touch()
+    assert program_of("~/my_env.py") == (str(tmp_path / "my_env.py"),)
 
 
 def test_a_directory_is_not_taken_for_the_word_that_stands_for_something_else() -> None:

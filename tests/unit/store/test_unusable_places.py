@@ -2,11 +2,13 @@
 
 import sqlite3
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 
 from atropos_api.broker import Broker
-from atropos_api.common.errors import AtroposError
+from atropos_api.cli import run
+from atropos_api.common.errors import AtroposError, Outage
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import StoreDamaged
 from atropos_api.store.factory import open_store
@@ -117,3 +119,11 @@ def test_a_ledger_that_opens_and_cannot_be_read_is_one_line_too(tmp_path, damage
         Broker(ledger, bodies)
     bodies.close()
     ledger.close()
+
+
+def test_a_broker_that_starts_before_its_redis_ends_with_a_code_after_which_it_is_started_again(monkeypatch):
+    """It ended with 2, after which systemd does not start it again, and said that it continues once Redis answers."""
+    for name in ("setup_logging", "keep_freed_memory"):
+        monkeypatch.setattr(f"atropos_api.cli.{name}", Mock())
+    with pytest.raises(Outage, match=r"redis://127\.0\.0\.1:1/0 does not answer"):
+        run(["--store", "redis://127.0.0.1:1/0", "--port", "0"])

@@ -11,7 +11,7 @@ import yaml
 
 from atropos_api.client import BrokerHostUnknown, BrokerRefused, BrokerUnreachable
 from atropos_api.common.cliconfig import ConfigError
-from atropos_api.common.errors import OUTAGE
+from atropos_api.common.errors import Outage
 from environments.arithmetic_server import ArithmeticEnv
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, ServerBaseline
 from environments.sdk.errors import InferenceUnavailable, TokensUnavailable
@@ -208,12 +208,12 @@ def test_a_place_that_cannot_be_written_to_is_reported_before_anything_is_collec
 
 @pytest.mark.parametrize("error", [BrokerUnreachable("gone"), InferenceUnavailable("gone")])
 def test_a_server_that_lost_broker_or_inference_server_ends_with_a_code_after_which_it_is_started_again(
-    monkeypatch, capsys, error
+    monkeypatch, error
 ):
     """It ended with 2, after which neither systemd nor a launcher starts it again."""
     monkeypatch.setattr("environments.sdk.runtime.cli.run", Mock(side_effect=error))
-    assert run_verb(Trained, ["serve", *VLLM]) == OUTAGE
-    assert capsys.readouterr().err.endswith(": error: gone\n")
+    with pytest.raises(Outage, match=r"^gone$"):
+        run_verb(Trained, ["serve", *VLLM])
     with pytest.raises(type(error)):
         run_verb(Trained, ["process", *VLLM])
 
