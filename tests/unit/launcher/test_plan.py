@@ -19,8 +19,9 @@ from example_trainer.launcher.base_model import (
 )
 from example_trainer.launcher.endpoints import Endpoints, settle_endpoints
 from example_trainer.launcher.environment_settings import EnvironmentNotFound, program_of
-from example_trainer.launcher.launch import Launch, plan_launch
+from example_trainer.launcher.launch import Launch
 from example_trainer.launcher.plan import Plan, make_plan
+from example_trainer.launcher.preflight import plan_launch
 from example_trainer.launcher.run_dir import plan_run_dir
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.processes.ports import PortTaken
