@@ -19,7 +19,8 @@ from environments.sdk.groups import GroupRules
 from environments.sdk.rehearsal import Rehearsal
 from environments.sdk.runtime.cli import read_command, run_verb
 from environments.sdk.runtime.commands import NothingToCollect
-from environments.sdk.runtime.rollouts import Delivery, DrawnItem, RolloutRunner
+from environments.sdk.runtime.delivery import Delivery
+from environments.sdk.runtime.rollouts import DrawnItem, RolloutRunner
 from environments.sdk.runtime.worker import EnvironmentWorker, interval_passed
 from environments.sdk.teacher import TeacherDistillationConfig, TeacherDistillationEnv
 from tests.trackio_stand_in import RecordedTrackio
