@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
     settings, sentence = fit_to_gpu(read_settings(argv))
     if sentence:
         sys.stderr.write(f"atropos-grpo-run: {sentence}\n")
-    from example_trainer.launcher.launch import plan_launch
+    from example_trainer.launcher.preflight import plan_launch
 
     launch = plan_launch(settings)
     # `--dry-run` describes a layout also on a machine on which it does not fit.
@@ -142,7 +142,7 @@ def places_of(launch: Launch) -> list[str]:
 def describe(launch: Launch) -> str:
     """Return the dry-run text: each program's command line, added environment variables and settings."""
     from example_trainer.launcher.environment_check import FACTS_SECONDS, EnvironmentCheck
-    from example_trainer.launcher.launch import dry_plan, local_bases
+    from example_trainer.launcher.preflight import dry_plan, local_bases
     from example_trainer.launcher.run_dir import as_plain_data
 
     plan = dry_plan(launch)

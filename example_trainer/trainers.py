@@ -28,20 +28,14 @@ from atropos_api.common.errors import AtroposError
 from atropos_api.common.tracing import NO_TRACING, Span, Tracing, running
 from atropos_api.wire import Batch, RunRequest
 from example_trainer.api import BatchFeed, BrokerSession, batch_path, write_batch
-from example_trainer.checkpointing import (
-    begun_version,
-    continue_at,
-    find_checkpoint,
-    note_begun,
-    read_state,
-    refuse_changed_settings,
-)
+from example_trainer.checkpointing import begun_version, continue_at, find_checkpoint, note_begun, read_state
 from example_trainer.data import report_logprobs
 from example_trainer.distributed.ranks import Ranks
 from example_trainer.errors import WaitStopped
 from example_trainer.monitoring.broker_reports import RunReporter
 from example_trainer.monitoring.health import ANY_SIGN, HealthEvent, HealthMonitor, parse_limits
 from example_trainer.monitoring.trackers import METRICS_FILE, ROLLOUTS, RunTrackers, Tracker, TrackerSet, last_line
+from example_trainer.resume_settings import refuse_changed_settings
 from example_trainer.state import Phases, Progress, TrainerState
 from example_trainer.step import metrics as step_metrics
 from example_trainer.step.metrics import PreparedBatch, StepClock

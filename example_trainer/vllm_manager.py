@@ -1,7 +1,7 @@
 """The vLLM server of a run as a child process of the trainer: `VllmManager` starts, replaces and stops it.
 
-Under the launcher, `launcher.plan` makes the servers' command lines, except in the modes that restart the server; what
-the process itself does is in `serving.start`.
+Under the launcher, `launcher.programs` makes the servers' command lines, except in the modes that restart the server;
+what the process itself does is in `serving.start`.
 
 The child leads a session of its own, so that it and all processes it starts can be ended without knowing their names or
 ports. The kernel kills it when the process that started it ends, for whatever reason. It counts as ready when it

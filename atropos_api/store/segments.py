@@ -11,7 +11,6 @@ longer points at it is on the disk (`sweep`): after a power failure before that,
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import struct
@@ -24,10 +23,11 @@ from typing import Final
 
 from isal import isal_zlib
 
-from atropos_api.common.files import sync_path, write_whole
+from atropos_api.common.files import sync_path
 from atropos_api.errors import StoreDamaged, StoreUnavailable
 from atropos_api.store.backup import OpenSegment
 from atropos_api.store.base import BodyRef
+from atropos_api.store.disk import PASSING, ForcedMark, unavailable
 from atropos_api.store.failpoints import Failpoint, Reach, ignore_failpoint
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,6 @@ SEGMENT_BYTES: Final = 64 * 2**20
 SPARSE_FRACTION: Final = 0.25
 OPEN_FILES: Final = 32
 VECTOR_LIMIT: Final = 512
-PASSING: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE})
-"""Failures that end by themselves: a full disk, and too many open files, as a crowd of connections makes."""
 READ_BYTES: Final = 1 << 18
 """Most bytes of bodies read in one call; larger bodies would be copied without any gain."""
 
@@ -222,7 +220,7 @@ class SegmentLog:
         try:
             descriptor = os.open(path, flags, 0o600)
         except OSError as error:
-            raise _unavailable(error) from error
+            raise unavailable(error) from error
         made = os.fstat(descriptor)
         self._seal_active()
         with self._lock:
@@ -293,7 +291,7 @@ class SegmentLog:
         what the disk has.
         """
         if error.errno in PASSING:
-            return _unavailable(error)
+            return unavailable(error)
         self._sync_failure = (
             f"the disk failed to keep data that it had accepted ({error.strerror}); repair it and restart the broker, "
             "which then drops the lost groups and accepts them again if clients repeat them"
@@ -308,7 +306,7 @@ class SegmentLog:
                 written += os.writev(self._active_fd, pieces[start : start + VECTOR_LIMIT])
         except OSError as error:
             self._cut_back(segment)
-            raise _unavailable(error, size) from error
+            raise unavailable(error, size) from error
         if written != size:
             self._cut_back(segment)
             raise StoreUnavailable(
@@ -335,7 +333,7 @@ class SegmentLog:
             data = os.pread(self._reader(first.segment), last.offset + last.length - begin, begin)
         except OSError as error:
             if error.errno in PASSING:  # the bodies are there, and must not be given up as damaged
-                raise _unavailable(error) from error
+                raise unavailable(error) from error
             raise StoreDamaged(f"{segment.path}: byte {first.offset} cannot be read ({error.strerror})") from error
         for ref in run:
             start = ref.offset - begin
@@ -405,46 +403,3 @@ def _runs(refs: Sequence[BodyRef]) -> Iterator[Sequence[BodyRef]]:
         size += ref.length
     if refs:
         yield refs[start:]
-
-
-def _unavailable(error: OSError, size: int = 0) -> StoreUnavailable:
-    remedy = "check its disk and its owner"
-    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        remedy = "free space on its disk"
-    elif error.errno in {errno.EMFILE, errno.ENFILE}:
-        remedy = "allow more open files (ulimit -n) or fewer connections (--max-connections)"
-    return StoreUnavailable(
-        f"the store cannot be used ({error.strerror}); {remedy}, nothing was kept", refused_bytes=size
-    )
-
-
-NAME: Final = "forced"
-
-
-class ForcedMark:
-    """A file with the number of the last segment that was forced to the disk along with all before it.
-
-    `number` is 0 if none is known to be.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / NAME
-        self.number = self._read()
-
-    def note(self, number: int) -> None:
-        """Record that all segments up to this one are on the disk."""
-        if number <= self.number:
-            return
-        try:
-            write_whole(self._path, str(number))
-        except OSError as error:
-            # Without the mark, the next start only reads more than it needs to.
-            logger.info("%s: cannot be written (%s)", self._path, error.strerror)
-        else:
-            self.number = number
-
-    def _read(self) -> int:
-        try:
-            return int(self._path.read_text())
-        except (OSError, ValueError):
-            return 0

@@ -18,7 +18,8 @@ from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, scored_gro
 from environments.sdk.groups import GroupRules
 from environments.sdk.runtime.broker_session import BrokerConnection
 from environments.sdk.runtime.cli import collect_rarely
-from environments.sdk.runtime.rollouts import Delivery, RolloutRunner
+from environments.sdk.runtime.delivery import Delivery
+from environments.sdk.runtime.rollouts import RolloutRunner
 
 
 class CostEnv(BaseEnv):

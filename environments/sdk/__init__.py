@@ -1,11 +1,10 @@
 """The environment SDK: subclass `BaseEnv`, whose docstring is the tutorial, and call `cli()`.
 
 In reading order: `base_env` and `environment` (what is subclassed), `config`, `groups` (what is returned), `members`
-(rules for late rollouts),
-`server_manager` (`self.server`) over `session/` (chats as exact tokens) over `inference/` (servers of every kind),
-`tokenizer`, `tools`, `errors`, `reporting`, `evaluation_page`, `progress`, `rollout_metrics`, `group_files`, `teacher`,
-`runtime/` (serves what is described here); `testing`, `testing_servers` and `rehearsal` are for tests. It may import
-`rewards` and the broker's client, wire and common code.
+(rules for late rollouts), `server_manager` (`self.server`) over `session/` (chats as exact tokens) over `inference/`
+(servers of every kind), `tokenizer`, `tools`, `errors`, `reporting`, `evaluation_page`, `progress`, `rollout_metrics`,
+`group_files`, `state_files`, `teacher`, `runtime/` (serves what is described here); `testing`, `testing_servers` and
+`rehearsal` are for tests. It may import `rewards` and the broker's client, wire and common code.
 """
 
 from environments.rewards.gold_check import GoldItem

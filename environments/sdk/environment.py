@@ -1,13 +1,11 @@
-"""`Environment` holds the hooks and the state of an environment, and keeps the state file that it asks for.
+"""`Environment` holds the hooks and the state of an environment.
 
 Users subclass `BaseEnv` of `base_env.py`, which is this class with a command line. `runtime` runs what is described
-here: `runtime/worker.py` for `serve`, `runtime/commands.py` for the other verbs. The state is one JSON file per saved
-trainer step, stored next to the trainer's checkpoints.
+here: `runtime/worker.py` for `serve`, `runtime/commands.py` for the other verbs.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -19,12 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import anyio
 
-from atropos_api.common.files import write_whole
 from atropos_api.common.secrets import public_settings
 from atropos_api.common.tracing import NO_TRACING
 from environments.rewards.gold_check import GoldItem
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, SessionSettings, as_server_list
-from environments.sdk.errors import EnvironmentsError, TokenizerUnavailable
+from environments.sdk.errors import TokenizerUnavailable
 from environments.sdk.groups import Item, ScoredDataGroup, ScoredDataItem, group_items, sampled_lengths
 from environments.sdk.inference.sampling import Reasoning
 from environments.sdk.members import MemberRule, Members
@@ -41,42 +38,11 @@ from environments.sdk.reporting import (
 from environments.sdk.rollout_metrics import RolloutMetrics
 from environments.sdk.server_manager import ServerManager
 from environments.sdk.session.tokens_and_masks import current_sample_log
+from environments.sdk.state_files import load_state, save_state
 from environments.sdk.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from atropos_api.wire.groups import Group
-
-
-class StateUnreadable(EnvironmentsError):
-    """The state that an environment saved for a resumed run cannot be read."""
-
-
-def path_of(checkpoint_dir: Path, name: str, step: int) -> Path:
-    return checkpoint_dir / "env_checkpoints" / name / f"step-{step}.json"
-
-
-def save_state(checkpoint_dir: Path, name: str, step: int, data: dict[str, Any]) -> None:
-    """Write the state atomically: the file is complete or absent."""
-    path = path_of(checkpoint_dir, name, step)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(data))
-
-
-def load_state(checkpoint_dir: Path, name: str, step: int) -> dict[str, Any]:
-    """Return the newest state saved at or before `step`; an empty dictionary when there is none."""
-    folder = path_of(checkpoint_dir, name, step).parent
-    steps = sorted(int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.json"))
-    usable = [saved for saved in steps if saved <= step]
-    if not usable:
-        return {}
-    path = path_of(checkpoint_dir, name, usable[-1])
-    try:
-        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StateUnreadable(
-            f"{path}: the environment's state cannot be read ({error}); remove it to go on without"
-        ) from error
-    return state
 
 
 logger = logging.getLogger(__name__)

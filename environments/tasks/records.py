@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -231,3 +233,91 @@ def _load_hub(name: str) -> Mapping[str, Any]:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0][:200]
+
+
+PlacedRecords = Sequence[tuple[str, Any]]
+"""Records, each with the place that errors name."""
+
+
+class _Lines:
+    """The records of a JSON Lines file: it knows where each line begins, and reads one when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._places: list[tuple[int, int]] = []
+        """Number and first byte of each line that is not blank."""
+        offset = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    self._places.append((number, offset))
+                offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> tuple[str, Any]:
+        number, offset = self._places[index]
+        with self._path.open("rb") as file:  # opened each time, so that worker processes share no place in the file
+            file.seek(offset)
+            where = f"{self._path}:{number}"
+            return where, parse_line(file.readline(), where)
+
+
+class _ParquetRows:
+    """The records of a Parquet file: one row group is kept, so reading in order reads each group once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._group = -1
+        self._rows: list[Any] = []
+        with open_parquet(path) as file:
+            metadata = file.metadata
+            counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        self._ends = list(accumulate(counts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> tuple[str, Any]:
+        number = range(len(self))[index]
+        group = bisect_right(self._ends, number)
+        if group != self._group:
+            with open_parquet(self._path) as file:
+                self._rows, self._group = file.read_row_group(group).to_pylist(), group
+        return f"{self._path}:{number + 1}", self._rows[number - self._ends[group]]
+
+
+class _Joined:
+    """The records of several files, one after the other."""
+
+    def __init__(self, parts: Sequence[_Lines | _ParquetRows | PlacedRecords]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> tuple[str, Any]:
+        number = range(len(self))[index]
+        part = bisect_right(self._ends, number)
+        return self._parts[part][number - self._ends[part]]
+
+
+def records_of(source: str | Path | Sequence[Mapping[str, Any]], split: Split) -> _Joined | PlacedRecords:
+    """Return the records of a data set, read on demand where that is possible."""
+    if not isinstance(source, str | Path):
+        return [(f"record {number}", record) for number, record in enumerate(source, 1)]
+    path = local_path(source)
+    if path.is_file() or path.is_dir():
+        return _Joined([_records_of_file(file) for file in (files_of_split(path, split) if path.is_dir() else [path])])
+    read = load_records(source, split, columns=lambda _: None)
+    return [(f"{where}{number}", record) for where, records in read for number, record in records]
+
+
+def _records_of_file(path: Path) -> _Lines | _ParquetRows | PlacedRecords:
+    if path.suffix == ".jsonl":
+        return _Lines(path)
+    if path.suffix == ".parquet":
+        return _ParquetRows(path)
+    return [(f"{path}:{number}", record) for number, record in read_records(path, columns=lambda _: None)]

@@ -89,6 +89,16 @@ def require_model(model_name: str, flag: str = "--model-name") -> str:
     return model_name
 
 
+def require_available(name: str, flag: str) -> str:
+    """Return a model's name or absolute path; raise `ModelNotFound` if there is none."""
+    if local_base(name) is not None:
+        return name
+    model = require_model(name, flag)
+    if not Path(model).is_dir():
+        require_on_hub(model, flag)
+    return model
+
+
 def refuse_missing_layers(config: TrainingOptions) -> None:
     """Raise `BadLayerFilter` for layers that the model does not have, if its config.json is on this machine."""
     filters = {TRAIN_FLAG: config.train_layer_indices, "--lora-layer-indices": config.lora_layer_indices}

@@ -140,7 +140,7 @@ def fit_to_gpu(settings: RunSettings) -> tuple[RunSettings, str | None]:
 
 
 def _server_shares(settings: RunSettings, *, divides: bool) -> ServerShares:
-    """Return the division of the trainer's GPU among the servers on it, as `launcher.plan` gives them their shares.
+    """Return the division of the trainer's GPU among the servers on it, as `launcher.programs` gives them their shares.
 
     `divides` is false if each server of the policy has a share of its own, which is not made from the trainer's.
     """

@@ -20,7 +20,8 @@ from typing import Final, Protocol
 from atropos_api.common.errors import AtroposError
 from atropos_api.wire import FleetLease, FleetReport, InferenceServer, ServerSet
 from example_trainer.launcher.fleet_plan import FleetLimits, FleetRecord, server_id
-from example_trainer.launcher.plan import Plan, server_name
+from example_trainer.launcher.plan import Plan
+from example_trainer.launcher.programs import server_name
 from example_trainer.launcher.restarts import Failure, Restarts
 from example_trainer.launcher.run_dir import RunDir, reporting_flag, write_yaml
 from example_trainer.launcher.run_file import RunSettings

@@ -9,42 +9,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 import psutil
 
 from atropos_api.client import BrokerClient
 from atropos_api.common import metric_names
-from atropos_api.common.cliconfig import ConfigError
-from atropos_api.common.secrets import public_settings
-from example_trainer.launcher.base_model import (
-    BASE_MODEL,
-    LocalBase,
-    discard_other_base,
-    local_base,
-    refuse_missing_layers,
-    refuse_unknown_task,
-    require_model,
-    require_on_hub,
-)
+from example_trainer.launcher.base_model import BASE_MODEL, discard_other_base, local_base, require_available
 from example_trainer.launcher.data_use import write_data_use
 from example_trainer.launcher.endpoints import Endpoints, broker_token, save_own_token, settle_endpoints
 from example_trainer.launcher.environment_check import LAUNCH_SECONDS, EnvironmentCheck
-from example_trainer.launcher.environment_settings import require_fillable
 from example_trainer.launcher.fleet import Fleet
 from example_trainer.launcher.fleet_plan import FleetRecord, limits_of
-from example_trainer.launcher.placement.choice import check_fits, open_placement, passed_variables, roles_of
+from example_trainer.launcher.placement.choice import open_placement, passed_variables, roles_of
 from example_trainer.launcher.placement.roles import Placement
 from example_trainer.launcher.placement.seated_supervisor import SeatedSupervisor
-from example_trainer.launcher.plan import (
-    BROKER,
-    FINAL_SERVER,
-    TRAINER,
-    VLLM,
-    Plan,
-    Programs,
-    make_plan,
-)
+from example_trainer.launcher.plan import Plan, make_plan, resolved
+from example_trainer.launcher.programs import BROKER, FINAL_SERVER, TRAINER, VLLM, Programs
 from example_trainer.launcher.progress import (
     Feed,
     Snapshot,
@@ -56,26 +36,17 @@ from example_trainer.launcher.progress import (
     reached,
 )
 from example_trainer.launcher.restarts import RestartBudget, Restarts, Resumption
-from example_trainer.launcher.run_dir import (
-    RunDir,
-    plan_run_dir,
-    refuse_other_checkpoints,
-    reporting_flag,
-    write_json,
-    write_yaml,
-)
-from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig, RunSettings
-from example_trainer.launcher.run_file_sections import refuse_broker_settings
-from example_trainer.launcher.run_lock import locked, refuse_foreign_directory
+from example_trainer.launcher.run_dir import RunDir, reporting_flag, write_json, write_yaml
+from example_trainer.launcher.run_file import RunConfig, RunSettings
+from example_trainer.launcher.run_lock import locked
 from example_trainer.launcher.run_report import report_line
 from example_trainer.launcher.stop_request import Interrupted, StopRequest
 from example_trainer.launcher.summary import Summary, summarise, write_rollout_pages
 from example_trainer.launcher.supervisor import Supervisor
-from example_trainer.launcher.teacher import MODEL_FLAG, TEACHER, TEACHER_SERVER, own_teacher
+from example_trainer.launcher.teacher import MODEL_FLAG, TEACHER, own_teacher
 from example_trainer.launcher.totals import END, START, processor_use, record_launch
 from example_trainer.launcher.views import LastingView, View, make_view
 from example_trainer.monitoring.trackers import EVENTS_FILE, MetricsTail
-from example_trainer.options.vllm_settings import refuse_unknown
 from example_trainer.processes.child import ChildFailed, ChildSpec
 from example_trainer.processes.tree import adopting_orphans, python_path
 
@@ -84,8 +55,6 @@ CACHE_LOOKUP_SECONDS = 2.0
 
 TRAINER_LAG_SECONDS = 120.0
 """Time after the environments' end in which a trainer with steps left may train what is queued: no more will come."""
-SETTLED_HERE = ("model_name", "atropos_url", "vllm_port", "inference_urls")
-"""Settings of the trainer whose values the launcher determines."""
 
 
 @dataclass(slots=True)
@@ -118,11 +87,11 @@ class Launch:
             return self._go(settle_endpoints(self.settings, ports))
 
     def _go(self, endpoints: Endpoints) -> Summary:
-        model = _require(self.settings.trainer.model_name, "--model-name")
+        model = require_available(self.settings.trainer.model_name, "--model-name")
         own = own_teacher(self.settings)
-        teacher = None if own is None else _require(own.model_name, MODEL_FLAG)
+        teacher = None if own is None else require_available(own.model_name, MODEL_FLAG)
         if self.settings.trainer.ref_model is not None:
-            _require(self.settings.trainer.ref_model, "--ref-model")
+            require_available(self.settings.trainer.ref_model, "--ref-model")
         run = self.run.reserve()
         with locked({"--run-dir": run.root, "--save-path": self.settings.trainer.save_path}):
             self.run = run.create()
@@ -353,79 +322,6 @@ class Launch:
                 write_yaml(path, content)
         places = {"placement": supervisor.describe_places()} if self.settings.placement.is_ray else {}
         self.run.write_record({**resolved(self.settings, plan), **places})
-
-
-def plan_launch(settings: RunSettings) -> Launch:
-    """Return a launch for `settings`; nothing is written yet."""
-    config = settings.trainer
-    refuse_unknown(section := settings.section(VLLM), where="vllm:")
-    refuse_unknown(config.vllm_settings.keys() - section.keys(), where="--vllm-settings")
-    refuse_unknown_task(config.model_name)
-    if (own := own_teacher(settings)) is not None:
-        refuse_unknown_task(own.model_name, MODEL_FLAG)
-        refuse_unknown({**own.vllm, **settings.flags[TEACHER_SERVER].values}, where=f"{TEACHER_SERVER}:")
-    if "atropos_url" not in config.model_fields_set:
-        refuse_broker_settings(settings.sections["api"], settings.flags["api"])
-    if settings.placement.is_ray:
-        check_fits(settings)
-        passed_variables(settings.placement, os.environ)  # raises an error if a listed variable is not set
-    refuse_missing_layers(config)
-    if config.resume not in {None, "auto"} and not Path(config.resume).exists():
-        raise ConfigError(f"--resume {config.resume}: no such directory; name a checkpoint-N directory, or auto")
-    if config.resume == "auto" and config.run_dir is None and config.save_path is None:
-        raise ConfigError("--resume auto: a new run directory holds no run; name that of the run with --run-dir")
-    if "atropos_url" not in config.model_fields_set:  # else other environments may fill a batch
-        require_fillable(settings.environments, settings.flags["env"].values, config.sequences_per_batch)
-    run = plan_run_dir(config.run_dir, name=config.name, log_dir=config.log_dir, resume=config.resume is not None)
-    refuse_foreign_directory(run)
-    if config.resume is None:
-        flag = "--run-dir" if config.save_path is None else "--save-path"
-        refuse_other_checkpoints(config.save_path or run.root, flag)
-    return Launch(settings=settings, run=run)
-
-
-def dry_plan(launch: Launch) -> Plan:
-    """Return the plan of `launch`; a base model that is made on this machine appears by its name only."""
-    settings = launch.settings
-    name, own = settings.trainer.model_name, own_teacher(settings)
-    model = name if local_base(name) else require_model(name)
-    if own is not None and local_base(own.model_name) is None:
-        require_model(own.model_name, MODEL_FLAG)
-    if settings.trainer.ref_model is not None:
-        require_model(settings.trainer.ref_model, "--ref-model")
-    return make_plan(settings, launch.run, settle_endpoints(settings), model=model)
-
-
-def local_bases(settings: RunSettings) -> list[LocalBase]:
-    """Return the tiny models that this launch finds or makes first."""
-    own = own_teacher(settings)
-    named = [settings.trainer.model_name, *([own.model_name] if own is not None else [])]
-    return [base for name in named if (base := local_base(name)) is not None]
-
-
-def _require(name: str, flag: str) -> str:
-    """Return a model's name or absolute path; raise `ModelNotFound` if there is none."""
-    if local_base(name) is not None:
-        return name
-    model = require_model(name, flag)
-    if not Path(model).is_dir():
-        require_on_hub(model, flag)
-    return model
-
-
-def resolved(settings: RunSettings, plan: Plan) -> dict[str, object]:
-    """Return all settled settings and commands for `config.json`, without secrets."""
-    trainer = public_settings(settings.trainer, exclude=set(LAUNCHER_FIELDS))
-    settled = plan.settings_of(TRAINER)[TRAINER]
-    joined = {} if plan.wandb_run_id is None else {"wandb_run_id": plan.wandb_run_id}
-    return {
-        **joined,
-        "trainer": trainer | {name: settled[name] for name in SETTLED_HERE if name in settled},
-        "programs": {
-            spec.name: {"command": list(spec.command), "settings": plan.settings_of(spec.name)}
-            for spec in plan.children
-        },
-    }
 
 
 def _lag_of_trainer(snapshot: Snapshot, config: RunConfig) -> tuple[float, str]:

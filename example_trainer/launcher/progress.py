@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 from atropos_api.client.events import explain_drops, printable
 from atropos_api.common import metric_names as names
 from atropos_api.common.secrets import TokenSource
-from example_trainer.launcher.plan import BROKER, TRAINER, VLLM, Plan
+from example_trainer.launcher.plan import Plan
+from example_trainer.launcher.programs import BROKER, TRAINER, VLLM
 from example_trainer.launcher.supervisor import Supervisor
 from example_trainer.launcher.teacher import TEACHER
 from example_trainer.monitoring.trackers import MetricsTail, read_row

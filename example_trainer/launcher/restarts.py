@@ -18,7 +18,7 @@ from pathlib import Path
 
 from atropos_api.common.control_groups import count_kernel_kills
 from atropos_api.common.errors import OUTAGE
-from example_trainer.launcher.plan import LATEST_CHECKPOINT, TRAINER
+from example_trainer.launcher.programs import LATEST_CHECKPOINT, TRAINER
 from example_trainer.launcher.run_file import RunConfig
 from example_trainer.launcher.supervisor import EXPLAINED_IN_ONE_LINE, FAILURE_GRACE_SECONDS, Supervisor, describe_end
 from example_trainer.processes.child import ChildSpec, SupervisedProgram

@@ -31,16 +31,12 @@ from atropos_api.common.logs import LogContext
 from example_trainer.errors import CannotServe
 from example_trainer.processes.ports import BEGUN_ANSWERS_SECONDS, LOOPBACK, ServerSockets
 from example_trainer.serving import startup
+from example_trainer.serving.adapter_routes import make_lora_router
 from example_trainer.serving.adapters import Adapters
 from example_trainer.serving.admission import AdmissionGate
 from example_trainer.serving.asgi import ServerASGI, keys_of, with_cors
 from example_trainer.serving.auth import AllowedHosts, Headers, bearer
-from example_trainer.serving.bridge_routes import (
-    make_bridge_router,
-    make_broadcast_router,
-    make_health_router,
-    make_lora_router,
-)
+from example_trainer.serving.bridge_routes import make_bridge_router, make_broadcast_router, make_health_router
 from example_trainer.serving.checkpoint_shapes import declared_shapes
 from example_trainer.serving.config import RegistrationIdentity, ServerConfig
 from example_trainer.serving.engine import EngineAdapter

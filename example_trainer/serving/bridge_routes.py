@@ -1,4 +1,4 @@
-"""Routes for a trainer: `/bridge/*`, `/bridge/broadcast/*`, `/lora/*`, and the health routes.
+"""Routes for a trainer: `/bridge/*`, `/bridge/broadcast/*`, and the health routes.
 
 Reading is open; changing anything needs the bridge token. `/bridge/broadcast/*` is for weights that arrive over a
 process group, from a trainer that may be on another host. In a publish to several servers each receives without loading
@@ -6,9 +6,6 @@ process group, from a trainer that may be on another host. In a publish to sever
 (`/bridge/publish/end`) or, if one could not load, returns to the old one (`/bridge/publish/abort`). Joining and
 receiving have ids, so that either can be repeated after a lost answer. A server that has loaded and loses its trainer
 cannot know whether the others have resumed, so it serves nothing until a whole publish reaches it.
-
-`/lora/*` lists adapters, takes one as tensors or from a directory, and unloads one. `/v1/load_lora_adapter` and
-`/v1/unload_lora_adapter` are answered here too: an adapter loaded there is requested by its own name.
 """
 
 from __future__ import annotations
@@ -16,23 +13,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
-from starlette.requests import ClientDisconnect
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from example_trainer.options.publish import DRAIN_SECONDS, InFlight
 from example_trainer.serving.auth import require_token
-from example_trainer.serving.forwarding import AdapterForwarder
 from example_trainer.serving.problems import Problem, engine_problems
 from example_trainer.serving.startup import derived_values
 from example_trainer.serving.state import ServerState, State
 from example_trainer.weight_protocol.checkpoint_files import CheckpointSource
+
+logger = logging.getLogger(__name__)
 
 LARGEST_VERSION = 2**63 - 1
 
@@ -75,8 +71,8 @@ async def require_awake(state: State) -> None:
     state.check_awake()
 
 
-_GUARDED = (Depends(require_token),)
-_CHANGES_WEIGHTS = (*_GUARDED, Depends(require_awake))
+GUARDED = (Depends(require_token),)
+CHANGES_WEIGHTS = (*GUARDED, Depends(require_awake))
 
 
 def make_bridge_router() -> APIRouter:
@@ -144,54 +140,52 @@ def _add_reads(router: APIRouter) -> None:
 
 
 def _add_publish(router: APIRouter) -> None:
-    @router.post("/publish/begin", dependencies=_CHANGES_WEIGHTS)
+    @router.post("/publish/begin", dependencies=CHANGES_WEIGHTS)
     async def begin(body: BeginPublish, state: State) -> dict[str, Any]:
         return await state.fence.begin(**body.model_dump())
 
-    @router.post("/publish/renew", dependencies=_GUARDED)
+    @router.post("/publish/renew", dependencies=GUARDED)
     async def renew(publish: PublishId, state: State) -> dict[str, Any]:
         return state.fence.renew(publish.publish_id)
 
-    @router.post("/publish/end", dependencies=_GUARDED)
+    @router.post("/publish/end", dependencies=GUARDED)
     async def end(publish: EndPublish, state: State) -> dict[str, Any]:
         return dict(await state.fence.end(publish.publish_id, publish.version))
 
-    @router.post("/publish/abort", dependencies=_GUARDED)
+    @router.post("/publish/abort", dependencies=GUARDED)
     async def abort(publish: PublishId, state: State) -> dict[str, Any]:
         return await state.fence.abort(publish.publish_id)
 
 
 def _add_reload(router: APIRouter) -> None:
-    @router.post("/reload", dependencies=_GUARDED)
+    @router.post("/reload", dependencies=GUARDED)
     async def reload(body: Reload, state: State) -> dict[str, Any]:
         return dict(await state.reload(body.path, body.version, drain_seconds=body.drain_seconds, source=body.source))
 
 
 def _add_switches(router: APIRouter) -> None:
-    @router.post("/pause", dependencies=_GUARDED)
+    @router.post("/pause", dependencies=GUARDED)
     async def pause(state: State) -> dict[str, bool]:
         await state.fence.hold()
         return {"is_paused": state.fence.paused}
 
-    @router.post("/resume", dependencies=_CHANGES_WEIGHTS)
+    @router.post("/resume", dependencies=CHANGES_WEIGHTS)
     async def resume(state: State) -> dict[str, bool]:
         async with state.switching:
             state.check_awake()  # again: it may have fallen asleep meanwhile
             await state.fence.release()
         return {"is_paused": state.fence.paused}
 
-    @router.post("/sleep", dependencies=_GUARDED)
+    @router.post("/sleep", dependencies=GUARDED)
     async def sleep(state: State, level: int = 1) -> dict[str, bool]:
         await state.sleep(level)
         return {"is_sleeping": state.sleeping}
 
-    @router.post("/wake_up", dependencies=_GUARDED)
+    @router.post("/wake_up", dependencies=GUARDED)
     async def wake_up(state: State) -> dict[str, bool]:
         await state.wake_up()
         return {"is_sleeping": state.sleeping}
 
-
-logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02
 
@@ -217,7 +211,7 @@ class Receive(Body):
 def make_broadcast_router() -> APIRouter:
     router = APIRouter(prefix="/bridge/broadcast", tags=["bridge"], route_class=ProblemRoute)
 
-    @router.post("/join", dependencies=_CHANGES_WEIGHTS)
+    @router.post("/join", dependencies=CHANGES_WEIGHTS)
     async def join(body: Join, state: State) -> dict[str, Any]:
         workers = state.engine.workers
         if (last := body.rank + workers - 1) >= body.world_size:
@@ -231,19 +225,19 @@ def make_broadcast_router() -> APIRouter:
         joined = await _exchange(state, "atropos_join_broadcast", body.group_id, *place)
         return {"rank": body.rank, "gpus": [each["gpu"] for each in joined]}
 
-    @router.post("/receive", dependencies=_CHANGES_WEIGHTS)
+    @router.post("/receive", dependencies=CHANGES_WEIGHTS)
     async def receive(body: Receive, state: State) -> dict[str, Any]:
         received = await _exchange(state, "atropos_receive_broadcast", body.transfer_id, body.buckets)
         if len(digests := {each["digest"] for each in received}) > 1:
             raise Problem(503, "broadcast-failed", f"the ranks of this server received different weights: {digests}", 1)
         return received[0]
 
-    @router.post("/load", dependencies=_CHANGES_WEIGHTS)
+    @router.post("/load", dependencies=CHANGES_WEIGHTS)
     async def load(body: Load, state: State) -> dict[str, Any]:
         state.fence.overwrite(body.publish_id, body.version, LoadedWeights(state))
         return await _call(state, "atropos_load_broadcast")
 
-    @router.post("/leave", dependencies=_GUARDED)
+    @router.post("/leave", dependencies=GUARDED)
     async def leave(state: State) -> dict[str, Any]:
         return await _call(state, "atropos_leave_broadcast")
 
@@ -303,116 +297,6 @@ async def _call_all(state: ServerState, method: str, *arguments: object) -> list
         return await state.engine.call_workers(method, *arguments)
     except Exception as error:
         raise Problem(503, "broadcast-failed", f"the broadcast failed on this server: {error}", 1) from error
-
-
-_MEBIBYTE = 1 << 20
-MOST_FORWARDS = 1024
-
-
-class LoadAdapter(Body):
-    name: str = Field(min_length=1, validation_alias=AliasChoices("name", "adapter_name"))
-    path: str = Field(validation_alias=AliasChoices("path", "adapter_path"))
-    version: int | None = Field(None, ge=0, le=LARGEST_VERSION)
-    activate: bool = True
-
-
-class LoadByPath(BaseModel):
-    """The body in vLLM's own format; `load_inplace` changes nothing, as a name is never used for two adapters."""
-
-    lora_name: str = Field(min_length=1)
-    lora_path: str
-    load_inplace: bool = False
-
-
-class UnloadByName(BaseModel):
-    """The body in vLLM's own format."""
-
-    lora_name: str
-
-
-class NamedAdapter(Body):
-    name: str
-
-
-def make_lora_router() -> APIRouter:
-    router = APIRouter(prefix="/lora", tags=["lora"], route_class=ProblemRoute)
-
-    @router.get("/status")
-    async def status(state: State) -> dict[str, Any]:
-        return state.adapters.status()
-
-    @router.post("/upload", dependencies=_CHANGES_WEIGHTS)
-    async def upload(
-        request: Request,
-        state: State,
-        version: Annotated[int, Query(ge=0, le=LARGEST_VERSION)],
-        name: Annotated[str | None, Query(min_length=1)] = None,
-        activate: bool = True,
-        forward_to: Annotated[list[str] | None, Query(max_length=MOST_FORWARDS)] = None,
-        forward_seconds: Annotated[float, Query(gt=0, le=600)] = 60.0,
-    ) -> dict[str, Any]:
-        """Serve an adapter, and pass it on to the servers at `forward_to`; `forwarded` has those that it reached."""
-        body = await read_limited(request, state.config.max_adapter_bytes)
-        state.check_awake()  # again: it may have been sent to sleep while the body arrived
-        used = name or f"policy-v{version}"
-        answer = await state.adapters.upload(used, body, version, activate=activate)
-        if forward_to:
-            forwarder = AdapterForwarder(state.bridge_token)
-            answer["forwarded"] = await forwarder.forward(
-                used, version, body, forward_to, limit_seconds=forward_seconds
-            )
-        return answer
-
-    @router.post("/load", dependencies=_CHANGES_WEIGHTS)
-    async def load(body: LoadAdapter, state: State) -> dict[str, Any]:
-        return await state.adapters.load(body.name, body.path, body.version, activate=body.activate)
-
-    @router.post("/activate", dependencies=_GUARDED)
-    async def activate(body: NamedAdapter, state: State) -> dict[str, Any]:
-        return await state.adapters.activate(body.name)
-
-    @router.post("/check", dependencies=_CHANGES_WEIGHTS)
-    async def check(body: NamedAdapter, state: State) -> dict[str, Any]:
-        return await state.adapters.check(body.name)
-
-    @router.post("/unload", dependencies=_GUARDED)
-    async def unload(body: NamedAdapter, state: State) -> dict[str, Any]:
-        return await state.adapters.unload(body.name)
-
-    _add_vllm_routes(router)
-    return router
-
-
-def _add_vllm_routes(router: APIRouter) -> None:
-    """Add the routes that answer for vLLM's own, in their format."""
-
-    @router.post("/load_lora_adapter", dependencies=_CHANGES_WEIGHTS, include_in_schema=False)
-    async def load_by_path(body: LoadByPath, state: State) -> PlainTextResponse:
-        await state.adapters.load(body.lora_name, body.lora_path, None, activate=False)
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
-
-    @router.post("/unload_lora_adapter", dependencies=_GUARDED, include_in_schema=False)
-    async def unload_by_name(body: UnloadByName, state: State) -> PlainTextResponse:
-        await state.adapters.unload(body.lora_name)
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-
-async def read_limited(request: Request, limit_bytes: int) -> bytes:
-    """Return the body; refuse it if its announced length or the bytes received exceed the limit."""
-    too_large = Problem(
-        413, "body-too-large", f"the adapter has more than {limit_bytes // _MEBIBYTE} MiB; see --max-adapter-mib"
-    )
-    if int(request.headers.get("content-length") or 0) > limit_bytes:
-        raise too_large
-    body = bytearray()
-    try:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > limit_bytes:
-                raise too_large
-    except ClientDisconnect as error:
-        raise Problem(400, "disconnected", f"the adapter broke off after {len(body)} bytes") from error
-    return bytes(body)
 
 
 class ProblemRoute(APIRoute):

@@ -2,7 +2,7 @@
 
 Everything slow happens after the cheap checks, so a mistake is reported at once. The port is bound and answered before
 the imports too, so that no other process can take it meanwhile and clients do not find the server absent. The command
-line is made by `launcher.plan`, by `vllm_manager` (a server of the trainer's own), or by hand.
+line is made by `launcher.programs`, by `vllm_manager` (a server of the trainer's own), or by hand.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch
 from atropos_api.common import metric_names as names
 from atropos_api.common.secrets import public_settings
 from environments.tasks.records import DataUnusable
-from example_trainer.checkpointing import continue_at, find_checkpoint, read_state, refuse_changed_settings
+from example_trainer.checkpointing import continue_at, find_checkpoint, read_state
 from example_trainer.config import TrainingConfig
 from example_trainer.distributed.ranks import Ranks
 from example_trainer.errors import CheckpointError
@@ -28,6 +28,7 @@ from example_trainer.launcher.run_dir import write_json
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import policy_options
 from example_trainer.monitoring.trackers import METRICS_FILE, RunTrackers, Tracker, read_metrics
+from example_trainer.resume_settings import refuse_changed_settings
 from example_trainer.sft.batches import Sample, SampleOrder, make_batch
 from example_trainer.sft.config import SftConfig
 from example_trainer.sft.output import SUMMARY_FILE, finish_model

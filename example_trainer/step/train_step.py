@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atropos_api.wire import Batch
-from example_trainer.checkpointing import refuse_other_base, restore
+from example_trainer.checkpointing import restore
 from example_trainer.data import data_settings, prepare_batch
 from example_trainer.distributed.ranks import Ranks
 from example_trainer.group_sequences import find_places, leave_out_absent
@@ -21,6 +21,7 @@ from example_trainer.modeling.kernels import install_kernels
 from example_trainer.modeling.layout_choice import choose_layout
 from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
 from example_trainer.objective.objective import make_objective
+from example_trainer.resume_settings import refuse_other_base
 from example_trainer.state import Progress, TrainerState
 from example_trainer.step import metrics as step_metrics
 from example_trainer.step.logprob_mismatch import Alignment

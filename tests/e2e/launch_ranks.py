@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from atropos_api.common.cliconfig import run_cli
-from example_trainer.launcher.launch import plan_launch
-from example_trainer.launcher.plan import Programs
+from example_trainer.launcher.preflight import plan_launch
+from example_trainer.launcher.programs import Programs
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.run import carry_out
 

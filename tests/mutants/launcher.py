@@ -168,7 +168,7 @@ LAUNCHER: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a server that dies ends the run",
-        "example_trainer/launcher/plan.py",
+        "example_trainer/launcher/programs.py",
         "environment=environment, ends_by_itself=registered, may_restart=True)",
         "environment=environment, ends_by_itself=registered)",
         "unit/launcher/test_plan.py::test_every_program_may_be_started_again",

@@ -25,7 +25,8 @@ from environments.sdk.errors import EnvironmentsError, GoldMissing, TokenizerUna
 from environments.sdk.group_files import write_page
 from environments.sdk.groups import GroupRules
 from environments.sdk.reporting import holds_results
-from environments.sdk.runtime.rollouts import Delivery, RolloutRunner
+from environments.sdk.runtime.delivery import Delivery
+from environments.sdk.runtime.rollouts import RolloutRunner
 from environments.sdk.session.tokens_and_masks import record_samples
 from environments.sdk.tokenizer import load_tokenizer
 

@@ -17,6 +17,10 @@ from types import FrameType
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_SECONDS = 3.0
 SECOND_SIGNAL_GRACE_SECONDS = 2.0
+SHUTDOWN_SECONDS = 5.0
+"""Time that a stop may take in addition to the drains of rollouts and of groups."""
+WANDB_FINISH_SECONDS = 30.0
+"""Time that W&B may take to send its data."""
 
 
 class StopRequest:

@@ -29,10 +29,11 @@ from environments.sdk.reporting import REFUSED, UNSENT, Rejection, last_answer, 
 from environments.sdk.runtime.activity import describe_activity
 from environments.sdk.runtime.broker_session import BrokerConnection
 from environments.sdk.runtime.commands import evaluates, prepare, run_evaluation
+from environments.sdk.runtime.delivery import Delivery
 from environments.sdk.runtime.items import ItemLeases
 from environments.sdk.runtime.metrics import EnvironmentMetrics
-from environments.sdk.runtime.rollouts import CANCELLATION_SECONDS, Delivery, DrawnItem, RolloutRunner
-from environments.sdk.runtime.stopping import StopRequest, listen_for_stop
+from environments.sdk.runtime.rollouts import CANCELLATION_SECONDS, DrawnItem, RolloutRunner
+from environments.sdk.runtime.stopping import SHUTDOWN_SECONDS, WANDB_FINISH_SECONDS, StopRequest, listen_for_stop
 
 if TYPE_CHECKING:
     from atropos_api.client import AsyncBrokerClient
@@ -42,10 +43,6 @@ logger = logging.getLogger(__name__)
 NO_ITEM_PAUSE_SECONDS = 1.0
 REPORT_SECONDS = 2.0
 """Time that the last report of items may take."""
-SHUTDOWN_SECONDS = 5.0
-"""Time that a stop may take in addition to the drains of rollouts and of groups."""
-WANDB_FINISH_SECONDS = 30.0
-"""Time that W&B may take to send its data."""
 
 
 class EnvironmentWorker:

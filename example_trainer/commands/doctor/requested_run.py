@@ -24,7 +24,8 @@ from example_trainer.launcher.base_model import local_base, require_model
 from example_trainer.launcher.endpoints import Endpoints
 from example_trainer.launcher.environment_check import ask_environment
 from example_trainer.launcher.environment_settings import EnvironmentNotFound, EnvironmentSettings, program_of
-from example_trainer.launcher.plan import VLLM, Plan, make_plan
+from example_trainer.launcher.plan import Plan, make_plan
+from example_trainer.launcher.programs import VLLM
 from example_trainer.launcher.run_dir import RunDir, as_plain_data, plan_run_dir
 from example_trainer.launcher.run_file import RunConfig, RunSettings, read_settings
 from example_trainer.launcher.run_lock import refuse_foreign_directory

@@ -9,7 +9,7 @@ from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.identity import LOOPBACK_NAMES
 from example_trainer.launcher.placement.roles import LocalPlacement, Placement, Role
 from example_trainer.launcher.placement.settings import PlacementSettings, SeatResources
-from example_trainer.launcher.plan import TRAINER, server_name
+from example_trainer.launcher.programs import TRAINER, server_name
 from example_trainer.launcher.run_dir import RunDir
 from example_trainer.launcher.run_file import RunSettings
 from example_trainer.launcher.teacher import own_teacher

@@ -11,7 +11,7 @@ import pytest
 from atropos_api.common.cliconfig import ConfigError
 from environments.gsm8k_server import GSM8kEnv
 from environments.sdk.runtime.cli import read_command
-from example_trainer.launcher.launch import plan_launch
+from example_trainer.launcher.preflight import plan_launch
 from example_trainer.launcher.run_file import RunSettings, read_settings
 from example_trainer.run import run
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.launcher.launch import TRAINER_LAG_SECONDS, Launch, _lag_of_trainer, plan_launch
-from example_trainer.launcher.plan import BROKER, TRAINER
+from example_trainer.launcher.launch import TRAINER_LAG_SECONDS, Launch, _lag_of_trainer
+from example_trainer.launcher.preflight import plan_launch
+from example_trainer.launcher.programs import BROKER, TRAINER
 from example_trainer.launcher.progress import Snapshot
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.launcher.stop_request import StopRequest

@@ -10,10 +10,10 @@ import yaml
 
 from atropos_api.common.cliconfig import ConfigError
 from example_trainer.launcher.endpoints import EVERY_ADDRESS, broker_token, save_own_token, settle_endpoints
-from example_trainer.launcher.launch import plan_launch
 from example_trainer.launcher.placement.choice import open_placement, passed_variables, roles_of
 from example_trainer.launcher.placement.settings import PlacementSettings
 from example_trainer.launcher.plan import make_plan
+from example_trainer.launcher.preflight import plan_launch
 from example_trainer.launcher.run_dir import RunDir
 from example_trainer.launcher.run_file import RunSettings, read_settings
 

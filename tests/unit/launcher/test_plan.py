@@ -9,24 +9,16 @@ from pathlib import Path
 import pytest
 
 from atropos_api.common.cliconfig import ConfigError
-from example_trainer.errors import ModelNotFound
-from example_trainer.launcher.base_model import (
-    LocalBase,
-    discard_other_base,
-    local_base,
-    require_model,
-    require_on_hub,
-)
 from example_trainer.launcher.endpoints import Endpoints, settle_endpoints
 from example_trainer.launcher.environment_settings import EnvironmentNotFound, program_of
-from example_trainer.launcher.launch import Launch, plan_launch
+from example_trainer.launcher.launch import Launch
 from example_trainer.launcher.plan import Plan, make_plan
+from example_trainer.launcher.preflight import plan_launch
 from example_trainer.launcher.run_dir import plan_run_dir
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.processes.ports import PortTaken
 from example_trainer.serving.config import ServerConfig
 from example_trainer.testing import make_tiny_model
-from example_trainer.weight_protocol.base_record import BASE_DIRECTORY, BaseRecord
 
 OWN_ENVIRONMENT = ("--env.server", __file__)
 
@@ -185,32 +177,6 @@ def test_a_base_in_four_bits_is_served_as_the_values_that_the_trainer_writes(tmp
     assert (final["tokenizer"], final["served_model_name"]) == ("some/model", ["some/model"])
 
 
-@pytest.mark.parametrize(
-    ("model", "dtype", "kept"),
-    [("m", "float32", True), ("m", "auto", True), ("m", "bfloat16", False), ("n", "auto", False)],
-)
-def test_a_base_that_another_run_wrote_is_not_served(tmp_path: Path, model: str, dtype: str, kept: bool) -> None:
-    base = tmp_path / BASE_DIRECTORY
-    base.mkdir(parents=True)
-    BaseRecord(digest="d", model="m", dtype="float32").write(base)
-    discard_other_base(tmp_path, model, dtype)
-    assert base.exists() == kept
-    discard_other_base(tmp_path / "none", model, dtype)
-
-
-def test_a_base_that_was_copied_in_part_is_not_served(tmp_path: Path) -> None:
-    """A server that starts before the trainer failed on it, at each start."""
-    base = tmp_path / BASE_DIRECTORY
-    base.mkdir(parents=True)
-    (base / "config.json").write_text("{}")
-    BaseRecord(digest="d", model="m", dtype="float32").write(base)
-    discard_other_base(tmp_path, "m", "float32")
-    assert base.exists()
-    (base / "config.json").write_text("")
-    discard_other_base(tmp_path, "m", "float32")
-    assert not base.exists()
-
-
 def test_all_programs_agree_on_addresses_and_model(tmp_path: Path) -> None:
     made = plan(tmp_path, *OWN_ENVIRONMENT)
     broker, vllm = made.settings_of("broker")["api"], made.settings_of("vllm")["vllm"]
@@ -357,29 +323,6 @@ def test_a_port_that_is_taken_is_reported_with_its_holder_and_the_flag(tmp_path:
             plan(tmp_path, *OWN_ENVIRONMENT, "--api.port", str(port))
         with pytest.raises(PortTaken, match="--vllm-port"):
             plan(tmp_path, *OWN_ENVIRONMENT, "--vllm-port", str(port))
-
-
-def test_a_missing_model_is_reported_before_anything_starts(tmp_path: Path) -> None:
-    for name in ("/nowhere/model", "./nowhere", "~/nowhere/at/all"):
-        with pytest.raises(ModelNotFound, match="no such directory"):
-            require_model(name)
-    with pytest.raises(ModelNotFound, match=r"no config\.json"):
-        require_model(str(tmp_path))
-    assert require_model("org/model") == "org/model"
-
-
-def test_a_model_that_no_hub_has_is_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelNotFound, match="not in the local Hugging Face cache"):
-        require_on_hub("nobody/nothing")
-    with pytest.raises(ModelNotFound, match="not a Hugging Face id"):
-        require_on_hub("no id at all!")
-
-
-def test_local_bases_are_named_by_task_and_seed() -> None:
-    assert local_base("tiny/chain") == LocalBase(task="chain", seed=0)
-    assert local_base("tiny/add:3") == LocalBase(task="add", seed=3)
-    assert local_base("org/chain") is None
 
 
 def test_environment_servers_are_files_or_modules() -> None:

@@ -10,7 +10,7 @@ import pytest
 from atropos_api.common.cliconfig import ConfigError, load_config
 from atropos_api.config import BrokerConfig
 from example_trainer.config import TrainingConfig
-from example_trainer.launcher import plan as plan_module
+from example_trainer.launcher import programs
 from example_trainer.processes.ports import PortTaken
 
 from .test_plan import OWN_ENVIRONMENT, names, plan
@@ -102,7 +102,7 @@ def test_a_servers_cache_on_a_shared_gpu_is_given_in_bytes_unless_its_section_de
         asked.append((Path(config.model_name).name, round(share, 3), beside_server))
         return 7 << 30
 
-    monkeypatch.setattr(plan_module, "cache_on_shared_gpu", cache)
+    monkeypatch.setattr(programs, "cache_on_shared_gpu", cache)
     made = plan(tmp_path, *OWN_ENVIRONMENT, "--num-inference-nodes", "2")
     assert [made.settings_of(name)["vllm"]["kv_cache_memory_bytes"] for name in made.servers] == [7 << 30] * 2
     assert {(share, beside) for _, share, beside in asked} == {(0.225, True)}

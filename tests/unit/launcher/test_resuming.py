@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.launcher.launch import Launch, plan_launch
+from example_trainer.launcher.launch import Launch
+from example_trainer.launcher.preflight import plan_launch
 from example_trainer.launcher.restarts import Resumption
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.launcher.stop_request import Interrupted

@@ -19,8 +19,9 @@ from environments.arithmetic_server import ArithmeticEnv
 from environments.sdk.runtime.cli import read_command
 from example_trainer.config import TrainingConfig
 from example_trainer.launcher.endpoints import broker_token, settle_endpoints
-from example_trainer.launcher.launch import Launch, plan_launch, resolved
-from example_trainer.launcher.plan import Plan, make_plan
+from example_trainer.launcher.launch import Launch
+from example_trainer.launcher.plan import Plan, make_plan, resolved
+from example_trainer.launcher.preflight import plan_launch
 from example_trainer.launcher.run_dir import write_yaml
 from example_trainer.launcher.run_file import read_settings, trainer_settings
 from example_trainer.launcher.supervisor import Supervisor

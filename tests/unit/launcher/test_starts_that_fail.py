@@ -17,8 +17,8 @@ from example_trainer.distributed.ranks import joined_ranks
 from example_trainer.errors import ModelNotFound, RanksFailed
 from example_trainer.launcher.base_model import require_model, require_on_hub
 from example_trainer.launcher.environment_check import EnvironmentCheck
-from example_trainer.launcher.launch import dry_plan, plan_launch
-from example_trainer.launcher.plan import Programs
+from example_trainer.launcher.preflight import dry_plan, plan_launch
+from example_trainer.launcher.programs import Programs
 from example_trainer.launcher.run_dir import DirectoryUnusable, RunDirectoryInUse, plan_run_dir
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.launcher.run_lock import locked

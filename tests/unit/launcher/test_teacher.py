@@ -14,8 +14,8 @@ from environments.gsm8k_server import GSM8kEnv
 from environments.sdk.runtime.cli import read_command
 from example_trainer.errors import ModelNotFound
 from example_trainer.launcher.endpoints import settle_endpoints
-from example_trainer.launcher.launch import dry_plan, plan_launch
 from example_trainer.launcher.plan import Plan, make_plan
+from example_trainer.launcher.preflight import dry_plan, plan_launch
 from example_trainer.launcher.run_dir import plan_run_dir
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.processes.ports import PortTaken

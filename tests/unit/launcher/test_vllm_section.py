@@ -13,7 +13,7 @@ from atropos_api.common.cliconfig import ConfigError
 from example_trainer import cli
 from example_trainer.config import TrainingConfig
 from example_trainer.launcher.endpoints import Endpoints
-from example_trainer.launcher.launch import plan_launch
+from example_trainer.launcher.preflight import plan_launch
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.testing import make_tiny_model
 from example_trainer.vllm_manager import VllmOptions

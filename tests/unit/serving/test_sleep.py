@@ -10,7 +10,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from example_trainer.serving.bridge_routes import make_bridge_router, make_broadcast_router, make_lora_router
+from example_trainer.serving.adapter_routes import make_lora_router
+from example_trainer.serving.bridge_routes import make_bridge_router, make_broadcast_router
 from example_trainer.serving.config import ServerConfig
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.state import ServerState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from starlette.requests import Request
 
-from example_trainer.serving.bridge_routes import read_limited
+from example_trainer.serving.adapter_routes import read_limited
 from example_trainer.serving.problems import Problem
 
 pytestmark = [

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from example_trainer.checkpoint_model_files import StoredTensors
-from example_trainer.checkpointing import refuse_changed_settings, restore, save_checkpoint
+from example_trainer.checkpointing import restore, save_checkpoint
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import CheckpointError
 from example_trainer.model import load_policy
@@ -21,6 +21,7 @@ from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.optimizers import OptimizerSettings, make_optimizer
 from example_trainer.modeling.policy import Policy
 from example_trainer.options.modes import BridgeMode
+from example_trainer.resume_settings import refuse_changed_settings
 from example_trainer.state import random_state
 from example_trainer.testing import make_tiny_model
 

@@ -12,7 +12,7 @@ from atropos_api.common.cliconfig import ConfigError
 from example_trainer import cli
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import BadLayerFilter, TrainerError
-from example_trainer.launcher.launch import plan_launch
+from example_trainer.launcher.preflight import plan_launch
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.step.start_check import refuse_unusable
 from example_trainer.testing import make_tiny_model

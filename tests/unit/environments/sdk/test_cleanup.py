@@ -8,7 +8,8 @@ from environments.sdk.config import BaseEnvConfig, ServerBaseline
 from environments.sdk.groups import GroupRules
 from environments.sdk.rehearsal import Rehearsal
 from environments.sdk.runtime import rollouts
-from environments.sdk.runtime.rollouts import Delivery, DrawnItem, RolloutRunner
+from environments.sdk.runtime.delivery import Delivery
+from environments.sdk.runtime.rollouts import DrawnItem, RolloutRunner
 
 pytestmark = pytest.mark.anyio
 

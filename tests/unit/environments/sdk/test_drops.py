@@ -11,7 +11,8 @@ from environments.sdk.config import BaseEnvConfig
 from environments.sdk.errors import ItemDropped
 from environments.sdk.groups import GroupRules
 from environments.sdk.reporting import DroppedGroups, Rejection, last_answer
-from environments.sdk.runtime.rollouts import Delivery, DrawnItem, RolloutRunner
+from environments.sdk.runtime.delivery import Delivery
+from environments.sdk.runtime.rollouts import DrawnItem, RolloutRunner
 
 pytestmark = pytest.mark.anyio
 

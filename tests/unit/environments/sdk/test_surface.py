@@ -12,14 +12,15 @@ import pytest
 import yaml
 
 from atropos_api.common.cliconfig import ConfigError
-from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, ServerBaseline, environment, scored_group
+from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, ServerBaseline, scored_group, state_files
 from environments.sdk.config import EvalHandlingEnum, slurm_servers
 from environments.sdk.errors import RolloutsKeepFailing
 from environments.sdk.groups import GroupRules
 from environments.sdk.rehearsal import Rehearsal
 from environments.sdk.runtime.cli import read_command, run_verb
 from environments.sdk.runtime.commands import NothingToCollect
-from environments.sdk.runtime.rollouts import Delivery, DrawnItem, RolloutRunner
+from environments.sdk.runtime.delivery import Delivery
+from environments.sdk.runtime.rollouts import DrawnItem, RolloutRunner
 from environments.sdk.runtime.worker import EnvironmentWorker, interval_passed
 from environments.sdk.teacher import TeacherDistillationConfig, TeacherDistillationEnv
 from tests.trackio_stand_in import RecordedTrackio
@@ -162,12 +163,12 @@ def test_no_jump_of_steps_misses_an_evaluation():
 
 
 def test_checkpoints_are_whole_and_found_under_a_stable_name(tmp_path):
-    environment.save_state(tmp_path, "surface", 10, {"iter": 3})
+    state_files.save_state(tmp_path, "surface", 10, {"iter": 3})
     with pytest.raises(TypeError):
-        environment.save_state(tmp_path, "surface", 20, {"iter": object()})
+        state_files.save_state(tmp_path, "surface", 20, {"iter": object()})
     assert [path.name for path in (tmp_path / "env_checkpoints" / "surface").iterdir()] == ["step-10.json"]
-    assert environment.load_state(tmp_path, "surface", 25) == {"iter": 3}
-    assert environment.load_state(tmp_path, "surface", 9) == {}
+    assert state_files.load_state(tmp_path, "surface", 25) == {"iter": 3}
+    assert state_files.load_state(tmp_path, "surface", 9) == {}
 
 
 async def test_the_backlog_goes_first_and_in_order(tmp_path):
