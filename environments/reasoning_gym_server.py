@@ -72,8 +72,8 @@ class ReasoningGymEnv(QuestionEnv):
     """Puzzles of one kind, which reasoning-gym generates."""
 
     name = "reasoning_gym"
-    env_config_cls = ReasoningGymEnvConfig
-    config: ReasoningGymEnvConfig  # type: ignore[assignment] # what reads data is overridden
+    env_config_cls = ReasoningGymEnvConfig  # type: ignore[assignment] # what reads settings for data is overridden
+    config: ReasoningGymEnvConfig  # type: ignore[assignment] # the same
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, APIServerConfig]:

@@ -117,7 +117,7 @@ def _serve(
     logger.info("imports took %.1f s", time.monotonic() - began)
     settings = sockets.wait_for_settings()
     if settings is None:
-        return None
+        return 0, ""
     config = ServerConfig.model_validate(config.model_dump() | settings)
     args.model = config.model
     if config.await_model:
