@@ -46,6 +46,12 @@ _FRACTION_SIGNS = {
     ord(sign): " " + unicodedata.normalize("NFKC", sign).replace("\u2044", "/") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 }
 _MIXED = re.compile(r"(?<![\w.,/^])(\d{1,20})\s{1,4}(\d{1,20})/(\d{1,20})(?!\w|\.\d)", re.ASCII)
+_MIXED_PERCENT = re.compile(
+    r"(?<![\w.,/^])(\d{1,20})\s{0,4}\\[dt]?frac\s?(?:\{(\d{1,20})\}\s?\{(\d{1,20})\}|(\d)(\d))(?=\s{0,4}\\?%)", re.ASCII
+)
+"""A mixed number in percent, of which math-verify would read only the fraction: 33⅓ % and 66⅓ % were the same."""
+_SLASH_PERCENT = re.compile(r"(?<![\w.,/^])(\d{1,20})/(\d{1,20})(?=\s{0,4}\\?%)", re.ASCII)
+"""A fraction in percent, of which math-verify would take the sign to the denominator."""
 _GROWTH = re.compile(
     r"([\w)}]\s{0,4}[+-]\s{0,4})(\d{1,20}(?:\.\d{1,20})?)\s{0,4}\\?%(?=\s{0,4}(?:\\right\s?)?[)\]])", re.ASCII
 )
@@ -328,11 +334,12 @@ def rewritten_numbers(text: str) -> str:
     """
     text = _GROWTH.sub(_hundredths, text)
     text = _SPACED_THOUSANDS.sub(lambda number: re.sub(r"\s", "", number[0]), _THOUSANDS.sub("", text))
-    return _REPEATING.sub(_repeated, _MIXED.sub(_improper, text.translate(_FRACTION_SIGNS).strip()))
+    text = _MIXED_PERCENT.sub(_improper, _MIXED.sub(_improper, text.translate(_FRACTION_SIGNS).strip()))
+    return _REPEATING.sub(_repeated, _SLASH_PERCENT.sub(r"\\frac{\1}{\2}", text))
 
 
 def _improper(mixed: re.Match[str]) -> str:
-    whole, top, bottom = map(int, mixed.groups())
+    whole, top, bottom = map(int, filter(None, mixed.groups()))
     return f"{whole * bottom + top}/{bottom}"
 
 
