@@ -15,6 +15,7 @@ import signal
 import sys
 import unicodedata
 from dataclasses import replace
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -45,6 +46,16 @@ _FRACTION_SIGNS = {
     ord(sign): " " + unicodedata.normalize("NFKC", sign).replace("\u2044", "/") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 }
 _MIXED = re.compile(r"(?<![\w.,/^])(\d{1,20})\s{1,4}(\d{1,20})/(\d{1,20})(?!\w|\.\d)", re.ASCII)
+_MIXED_PERCENT = re.compile(
+    r"(?<![\w.,/^])(\d{1,20})\s{0,4}\\[dt]?frac\s?(?:\{(\d{1,20})\}\s?\{(\d{1,20})\}|(\d)(\d))(?=\s{0,4}\\?%)", re.ASCII
+)
+"""A mixed number in percent, of which math-verify would read only the fraction: 33⅓ % and 66⅓ % were the same."""
+_SLASH_PERCENT = re.compile(r"(?<![\w.,/^])(\d{1,20})/(\d{1,20})(?=\s{0,4}\\?%)", re.ASCII)
+"""A fraction in percent, of which math-verify would take the sign to the denominator."""
+_GROWTH = re.compile(
+    r"([\w)}]\s{0,4}[+-]\s{0,4})(\d{1,20}(?:\.\d{1,20})?)\s{0,4}\\?%(?=\s{0,4}(?:\\right\s?)?[)\]])", re.ASCII
+)
+"""A rate in brackets, as in `(1+5\\%)^T`: math-verify would transpose the percent sign, and compares no power of it."""
 _REPEATING = re.compile(r"(?<![\w.])(\d{0,20})\.(\d{0,20})\\overline\s?\{(\d{1,20})\}", re.ASCII)
 _BARE_NAME = re.compile(r"(?<![\\a-zA-Z])(?:(?:sin|cos|tan|ln|log|exp)(?=\s{0,4}\()|pi(?![a-zA-Z]))")
 """A function or π without its backslash, which math-verify would read as a product of variables."""
@@ -319,15 +330,22 @@ def plain(text: str) -> str:
 
 def rewritten_numbers(text: str) -> str:
     r"""Return the text with numbers in the form that math-verify reads: `10,\!000` as 10000, `3 1/2` and `3½` as 7/2,
-    `0.\overline{3}` as a fraction.
+    `0.\overline{3}` as a fraction, the rate of `(1+5\%)` as 0.05.
     """
+    text = _GROWTH.sub(_hundredths, text)
     text = _SPACED_THOUSANDS.sub(lambda number: re.sub(r"\s", "", number[0]), _THOUSANDS.sub("", text))
-    return _REPEATING.sub(_repeated, _MIXED.sub(_improper, text.translate(_FRACTION_SIGNS).strip()))
+    text = _MIXED_PERCENT.sub(_improper, _MIXED.sub(_improper, text.translate(_FRACTION_SIGNS).strip()))
+    return _REPEATING.sub(_repeated, _SLASH_PERCENT.sub(r"\\frac{\1}{\2}", text))
 
 
 def _improper(mixed: re.Match[str]) -> str:
-    whole, top, bottom = map(int, mixed.groups())
+    whole, top, bottom = map(int, filter(None, mixed.groups()))
     return f"{whole * bottom + top}/{bottom}"
+
+
+def _hundredths(rate: re.Match[str]) -> str:
+    before, number = rate.groups()
+    return f"{before}{Decimal(number).scaleb(-2):f}"
 
 
 def _power(raised: re.Match[str]) -> str:
