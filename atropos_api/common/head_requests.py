@@ -1,4 +1,7 @@
-"""HEAD requests, which load balancers and `curl -I` send: FastAPI's routes for GET refuse them."""
+"""HEAD requests, which load balancers and `curl -I` send: FastAPI's routes for GET refuse them.
+
+It stands alone because the broker and the inference server both answer them so.
+"""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atropos_api.common.cross_site import PAGE_HEADERS, SAFE_METHODS, foreign_page_header, host_name, is_address
 from atropos_api.common.errors import AtroposError
+from atropos_api.common.head_requests import HeadAsGet
 from atropos_api.common.secrets import TokenUnreadable, read_token_file
 from atropos_api.config import BrokerConfig, check_token
 from atropos_api.http.problems import problem_response
@@ -129,10 +130,11 @@ class RequestGuard:
 
 
 class AuthMiddleware:
-    """ASGI middleware: it passes on only what the request guard lets through."""
+    """ASGI middleware: it passes on only what the request guard lets through, and a HEAD request as a GET."""
 
     def __init__(self, app: ASGIApp, guard: RequestGuard) -> None:
         self._app = app
+        self._head_app = HeadAsGet(app, unsafe=CHANGING_GETS)
         self._guard = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -141,7 +143,8 @@ class AuthMiddleware:
         elif scope["type"] == "http":
             scope, token = _take_prefix(scope, keeps_slash=scope["method"] == "DELETE")
             refusal = self._guard.refuse(scope["method"], scope["path"], scope["headers"], token)
-            await (refusal or self._app)(scope, receive, send)
+            app = self._head_app if scope["method"] == "HEAD" else self._app
+            await (refusal or app)(scope, receive, send)
 
 
 def _take_prefix(scope: Scope, *, keeps_slash: bool) -> tuple[Scope, bytes | None]:

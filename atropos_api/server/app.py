@@ -13,10 +13,9 @@ from starlette.types import Receive, Scope, Send
 
 from atropos_api.broker import Broker
 from atropos_api.broker.v0 import AtroposContract
-from atropos_api.common.head_requests import HeadAsGet
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import BrokerError
-from atropos_api.http.auth import CHANGING_GETS, AcceptedToken, AuthMiddleware, RequestGuard
+from atropos_api.http.auth import AcceptedToken, AuthMiddleware, RequestGuard
 from atropos_api.http.context import AppContext
 from atropos_api.http.problems import (
     answer_broker_error,
@@ -77,7 +76,6 @@ def create_app(
     app.add_middleware(HotRoutes)
     if syncs:
         app.add_middleware(SyncBeforeAnswer, sync=broker.sync)
-    app.add_middleware(HeadAsGet, unsafe=CHANGING_GETS)
     # Middleware added later is further out: only answers to CORS preflight requests need not pass the request guard.
     app.add_middleware(AuthMiddleware, guard=guard)
     if config.allowed_origins:

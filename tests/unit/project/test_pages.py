@@ -30,7 +30,8 @@ from example_trainer.commands.view import RunViewOptions
 from example_trainer.launcher.run_file import RunConfig
 from example_trainer.options.modes import MODES
 from example_trainer.options.presets import PRESETS
-from example_trainer.serving.bridge_routes import make_bridge_router, make_broadcast_router, make_lora_router
+from example_trainer.serving.adapter_routes import make_lora_router
+from example_trainer.serving.bridge_routes import make_bridge_router, make_broadcast_router
 from example_trainer.serving.config import ServerConfig
 from example_trainer.sft.cli import SftCommand
 
