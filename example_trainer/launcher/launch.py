@@ -28,6 +28,7 @@ from example_trainer.launcher.programs import BROKER, FINAL_SERVER, TRAINER, VLL
 from example_trainer.launcher.progress import (
     Feed,
     Snapshot,
+    answered_requests,
     make_feed,
     milestones_of,
     never_ready,
@@ -59,11 +60,14 @@ TRAINER_LAG_SECONDS = 120.0
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Measures for how long a condition has held without interruption."""
+    """Measures for how long a condition has held without interruption and without progress."""
 
     since: float | None = None
+    progress: int = 0
 
-    def seconds(self, holds: bool) -> float:
+    def seconds(self, holds: bool, progress: int = 0) -> float:
+        if progress != self.progress:
+            self.since, self.progress = None, progress
         self.since = (self.since or time.monotonic()) if holds else None
         return time.monotonic() - self.since if self.since else 0.0
 
@@ -257,7 +261,10 @@ class Launch:
         view: View,
         stop: StopRequest,
     ) -> None:
-        """Watch the programs until the trainer and then, within `wait_timeout`, the environments have ended."""
+        """Watch the programs until the trainer and then the environments have ended.
+
+        A final evaluation may take as long as it needs while an inference server answers it within `wait_timeout`.
+        """
         snapshot, config, limit = feed.snapshot, self.settings.trainer, self.settings.trainer.wait_timeout
         waiting = {TRAINER, *plan.environments}
         trainer_alone, environments_alone = Stopwatch(), Stopwatch()
@@ -287,8 +294,9 @@ class Launch:
             lag_seconds, lag = _lag_of_trainer(snapshot, config)
             if trainer_alone.seconds(waiting == {TRAINER} and bool(plan.environments)) > lag_seconds:
                 raise ChildFailed(f"the environments have ended, but the trainer {lag}", exit_code=1)
-            if environments_alone.seconds(TRAINER not in waiting) > limit:
-                self.notes.append(f"{', '.join(sorted(waiting))}: stopped --wait-timeout {limit:g} s after training")
+            if environments_alone.seconds(TRAINER not in waiting, answered_requests(snapshot)) > limit:
+                names = ", ".join(sorted(waiting))
+                self.notes.append(f"{names}: stopped after --wait-timeout {limit:g} s without an answer of a server")
                 break
             time.sleep(TICK_SECONDS)
 

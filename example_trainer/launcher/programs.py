@@ -15,6 +15,7 @@ from typing import Any
 
 from atropos_api.common import wandb_run
 from atropos_api.common.cliconfig import merge
+from atropos_api.common.control_groups import usable_cores
 from atropos_api.common.secrets import redact
 from example_trainer.launcher.endpoints import Endpoints, differing, servers_on_one_gpu
 from example_trainer.launcher.environment_settings import EnvironmentSettings, program_of, with_secrets
@@ -183,8 +184,7 @@ class ProgramBuilder:
         path = self._write(entry.name, content)
         command = self._command((*program_of(entry.server), "serve"), path, flags)
         variables = self._environment() | self.wandb(entry.name)
-        if "data_path" not in {*env, *env_flags.values}:
-            variables.pop("HF_HUB_OFFLINE", None)  # the model is on this machine, the questions may not be
+        variables.pop("HF_HUB_OFFLINE", None)  # the model is on this machine; some of the questions may not be
         return self._child(entry.name, command, environment=variables, ends_by_itself=True, may_restart=True)
 
     def _teacher_of(self, entry: EnvironmentSettings) -> tuple[Any, list[str]]:
@@ -333,7 +333,7 @@ class ProgramBuilder:
 
     def _environment(self) -> dict[str, str]:
         own = {"PYTHONPATH": python_path(), "ATROPOS_BRIDGE_TOKEN": self.bridge_token, **self.broker_token}
-        if (os.cpu_count() or 1) <= MANY_CORES:
+        if usable_cores() <= MANY_CORES:
             # OpenMP threads of several programs spin against each other when cores are few.
             own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         teacher = None if self.teacher is None else self.teacher.model_name

@@ -295,6 +295,12 @@ def silent_environments(snapshot: Snapshot) -> list[str]:
     return [printable(str(entry["name"])) for entry in known if (entry.get("quiet_seconds") or 0.0) > SILENCE_SECONDS]
 
 
+def answered_requests(snapshot: Snapshot) -> int:
+    """Return the number of requests that inference servers have answered, as the environments report them."""
+    reports = [entry.get("activity") or {} for entry in snapshot.status.get("environments", ())]
+    return sum(server["requests"] for report in reports for server in report.get("servers", ()))
+
+
 def note_engine_start(snapshot: Snapshot, supervisor: Supervisor) -> None:
     """Record when the server's imports ended: it starts its engine's process then; the time after is the engine's."""
     if snapshot.milestones.get("vllm") and "imports" not in snapshot.marks and VLLM in supervisor:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.launcher.launch import TRAINER_LAG_SECONDS, Launch, _lag_of_trainer
+from example_trainer.launcher.launch import TRAINER_LAG_SECONDS, Launch, Stopwatch, _lag_of_trainer
 from example_trainer.launcher.preflight import plan_launch
 from example_trainer.launcher.programs import BROKER, TRAINER
-from example_trainer.launcher.progress import Snapshot
+from example_trainer.launcher.progress import Snapshot, answered_requests
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.launcher.stop_request import StopRequest
 from example_trainer.launcher.supervisor import FAILURE_GRACE_SECONDS, Supervisor
@@ -96,3 +96,18 @@ def test_a_trainer_that_has_trained_all_its_steps_does_not_wait_for_batches(
     limit, words = _lag_of_trainer(snapshot, config)
     assert limit == seconds
     assert told in words
+
+
+def test_a_final_evaluation_goes_on_while_a_server_answers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of more than --wait-timeout (600 s) was cut off, and its figures were lost."""
+    now = 1000.0
+    monkeypatch.setattr("example_trainer.launcher.launch.time.monotonic", lambda: now)
+    snapshot = Snapshot(name="x", run_dir=tmp_path, total_steps=1, started_at=0.0)
+    alone, seconds = Stopwatch(), []
+    for answered in (None, 5, 9, 9):
+        report = None if answered is None else {"servers": [{"requests": answered}]}
+        snapshot.status = {"environments": [{"name": "e", "activity": report}, {"name": "of Atropos"}]}
+        seconds.append(alone.seconds(True, answered_requests(snapshot)))
+        now += 400.0
+    assert seconds == [0.0, 0.0, 0.0, 400.0]
+    assert alone.seconds(False, 9) == 0.0

@@ -60,7 +60,7 @@ def test_with_a_broker_elsewhere_only_vllm_and_trainer_start(tmp_path: Path) -> 
 
 
 def test_only_programs_that_need_nothing_of_the_hub_are_kept_off_it(tmp_path: Path) -> None:
-    """An environment with a data set of the hub, also by default, would find no question."""
+    """An environment may take questions from the hub by default, and those of an evaluation beside a local file."""
 
     def offline(program: str, *argv: str) -> bool:
         child = made_with(tmp_path, *argv).child(program)
@@ -69,7 +69,7 @@ def test_only_programs_that_need_nothing_of_the_hub_are_kept_off_it(tmp_path: Pa
 
     assert offline("trainer")
     assert not offline("environment")
-    assert offline("environment", "--env.data_path", "questions.jsonl")
+    assert not offline("environment", "--env.data_path", "questions.jsonl")
     assert not offline("trainer", "--kl-coef", "1e-3", "--ref-model", "some/reference")
 
 
