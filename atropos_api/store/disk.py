@@ -47,11 +47,20 @@ class ForcedMark:
 
 
 def unavailable(error: OSError, size: int = 0) -> StoreUnavailable:
-    remedy = "check its disk and its owner"
-    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        remedy = "free space on its disk"
-    elif error.errno in {errno.EMFILE, errno.ENFILE}:
-        remedy = "allow more open files (ulimit -n) or fewer connections (--max-connections)"
+    """Return the error for a write that failed whole."""
     return StoreUnavailable(
-        f"the store cannot be used ({error.strerror}); {remedy}, nothing was kept", refused_bytes=size
+        f"the store cannot be used ({error.strerror}); {_remedy(error)}, nothing was kept", refused_bytes=size
     )
+
+
+def not_forced(error: OSError) -> StoreUnavailable:
+    """Return the error for a sync that failed but may succeed later; what was written before it stays."""
+    return StoreUnavailable(f"the store cannot be forced to its disk ({error.strerror}); {_remedy(error)}")
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return "free space on its disk"
+    if error.errno in {errno.EMFILE, errno.ENFILE}:
+        return "allow more open files (ulimit -n) or fewer connections (--max-connections)"
+    return "check its disk and its owner"

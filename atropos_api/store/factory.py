@@ -112,12 +112,13 @@ class DurableLedger(SqliteLedger):
 
     def sync(self) -> None:
         """Force the rows to the disk, after the bodies they point at; then delete segments without live bodies."""
+        removable = self._bodies.removable()  # not those that another thread's sync of the bodies adds meanwhile
         try:
             super().sync()
         except OSError as error:
             raise self._bodies.note_failed_sync(error) from error
         self._reach(Failpoint.LEDGER_SYNCED)
-        self._bodies.sweep()
+        self._bodies.sweep(removable)
 
     def close(self) -> None:
         if self._periodic is not None:

@@ -27,7 +27,7 @@ from atropos_api.common.files import sync_path
 from atropos_api.errors import StoreDamaged, StoreUnavailable
 from atropos_api.store.backup import OpenSegment
 from atropos_api.store.base import BodyRef
-from atropos_api.store.disk import PASSING, ForcedMark, unavailable
+from atropos_api.store.disk import PASSING, ForcedMark, not_forced, unavailable
 from atropos_api.store.failpoints import Failpoint, Reach, ignore_failpoint
 
 logger = logging.getLogger(__name__)
@@ -175,10 +175,16 @@ class SegmentLog:
     def is_safe(self, refs: Iterable[BodyRef]) -> bool:
         return not self._syncs or all((ref.segment, ref.offset + ref.length) <= self._safe_until for ref in refs)
 
-    def sweep(self) -> None:
-        """Delete the files that were dead when the last sync began; the ledger has been forced to the disk since."""
+    def removable(self) -> list[Path]:
+        """Return the files that were dead when the last sync began."""
         with self._lock:
-            removable, self._removable = self._removable, []
+            return list(self._removable)
+
+    def sweep(self, paths: Sequence[Path]) -> None:
+        """Delete those of these files that are removable, after a sync of the ledger that began when they were."""
+        with self._lock:
+            removable = [path for path in self._removable if path in paths]
+            self._removable = [path for path in self._removable if path not in paths]
         left = [path for path in removable if not self._delete(path)]
         with self._lock:
             self._removable += left  # the next call tries again
@@ -291,7 +297,7 @@ class SegmentLog:
         what the disk has.
         """
         if error.errno in PASSING:
-            return unavailable(error)
+            return not_forced(error)
         self._sync_failure = (
             f"the disk failed to keep data that it had accepted ({error.strerror}); repair it and restart the broker, "
             "which then drops the lost groups and accepts them again if clients repeat them"

@@ -159,7 +159,8 @@ class EnvironmentWorker:
                 await self._leases.close()
         if not self._stopping and self._evaluates and self._env.config.eval_at_end:
             await self._cancel_evaluation()
-            await self._evaluate(required=True)
+            if not self._stopping:  # it may be told to stop in this wait
+                await self._evaluate(required=True)
 
     async def _wait_for_run(self) -> None:
         """Wait until a trainer has begun a run; return at once if the run is already finished."""

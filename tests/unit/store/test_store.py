@@ -102,7 +102,7 @@ def test_what_replaces_forced_segments_that_were_deleted_is_not_called_forced(tm
     emptied = SegmentLog(tmp_path, syncs=True)
     assert emptied.adopt([]) == []
     emptied.sync()
-    emptied.sweep()
+    emptied.sweep(emptied.removable())
     emptied.close()
     assert not list(tmp_path.glob("*.log"))
     log = SegmentLog(tmp_path, syncs=True)
@@ -165,13 +165,34 @@ def test_the_file_of_a_dead_segment_stays_until_bodies_and_ledger_were_synced(tm
     refs = [ref for _ in range(4) for ref in log.append([b"x" * 600])]
     (first, _) = sorted(tmp_path.glob("*.log"))
     log.discard(refs[:2])
-    log.sweep()
+    log.sweep(log.removable())
     assert first.exists()
     log.sync()
     assert first.exists()
-    log.sweep()
+    log.sweep(log.removable())
     assert not first.exists()
     log.close()
+
+
+def test_a_segment_that_dies_while_the_ledger_is_synced_stays_until_the_next_sync(tmp_path, monkeypatch):
+    """Two threads may sync at once; the ledger's sync that is under way does not cover the row's end."""
+    ledger, log = open_directory(tmp_path, fsync="always", fresh=False)
+    log._segment_bytes = 1000
+    refs = [ref for _ in range(4) for ref in log.append([b"x" * 600])]
+    first = min(tmp_path.rglob("*.log"))
+
+    def meanwhile(_):
+        log.discard(refs[:2])
+        log.sync()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SqliteLedger, "sync", meanwhile)
+        ledger.sync()
+    assert first.exists()
+    ledger.sync()
+    assert not first.exists()
+    log.close()
+    ledger.close()
 
 
 def test_mostly_dead_segments_are_named_for_rewriting(tmp_path):
