@@ -38,8 +38,10 @@ def run(argv: Sequence[str]) -> int:
 
     try:
         return serve(config, logs)
-    except StoreUnavailable as error:  # such as a Redis that starts later than this broker
-        raise Outage(str(error)) from error
+    except StoreUnavailable as error:
+        if "://" not in config.store:
+            raise
+        raise Outage(str(error)) from error  # a Redis may start later than this broker
 
 
 def main() -> NoReturn:

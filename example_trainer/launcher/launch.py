@@ -36,7 +36,7 @@ from example_trainer.launcher.progress import (
     phase_of,
     reached,
 )
-from example_trainer.launcher.restarts import RestartBudget, Restarts, Resumption
+from example_trainer.launcher.restarts import LONGEST_PAUSE_SECONDS, RestartBudget, Restarts, Resumption
 from example_trainer.launcher.run_dir import RunDir, reporting_flag, write_json, write_yaml
 from example_trainer.launcher.run_file import RunConfig, RunSettings
 from example_trainer.launcher.run_lock import locked
@@ -66,8 +66,9 @@ class Stopwatch:
     progress: int = 0
 
     def seconds(self, holds: bool, progress: int = 0) -> float:
-        if progress != self.progress:
-            self.since, self.progress = None, progress
+        if progress > self.progress:
+            self.since = None
+        self.progress = progress  # less than before if what counts it was started again
         self.since = (self.since or time.monotonic()) if holds else None
         return time.monotonic() - self.since if self.since else 0.0
 
@@ -234,7 +235,10 @@ class Launch:
 
     def _make_restarts(self, supervisor: Supervisor) -> Restarts:
         config = self.settings.trainer
-        budget = RestartBudget(restarts=config.max_restarts, window_seconds=config.restart_window)
+        outage_seconds = config.wait_timeout + LONGEST_PAUSE_SECONDS
+        budget = RestartBudget(
+            restarts=config.max_restarts, window_seconds=config.restart_window, outage_seconds=outage_seconds
+        )
         return Restarts(supervisor, budget, resumption=Resumption(config, self.run.root))
 
     def _make_fleet(self, plan: Plan, supervisor: Supervisor) -> Fleet:

@@ -296,8 +296,9 @@ def silent_environments(snapshot: Snapshot) -> list[str]:
 
 
 def answered_requests(snapshot: Snapshot) -> int:
-    """Return the number of requests that inference servers have answered, as the environments report them."""
-    reports = [entry.get("activity") or {} for entry in snapshot.status.get("environments", ())]
+    """Return the number of requests that inference servers have answered, as this run's environments report them."""
+    known = [entry for entry in snapshot.status.get("environments", ()) if entry.get("name") in snapshot.callers]
+    reports = [entry.get("activity") or {} for entry in known]
     return sum(server["requests"] for report in reports for server in report.get("servers", ()))
 
 

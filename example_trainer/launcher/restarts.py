@@ -35,9 +35,13 @@ _LACKS_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|\bMemoryError\b|No available memory for the cache blocks", re.IGNORECASE
 )
 _STOPS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""Signals at which a program may stop in order; it then exits with 128 + the number, as ours do."""
+"""Signals at which a program may stop in order."""
 _OUTSIDE_SIGNALS = frozenset({signal.SIGKILL}) | _STOPS
-"""Signals that come from outside: they say nothing about the program."""
+"""Signals that come from outside: they say nothing about the program.
+
+A program that stops in order at one exits with 128 + the number, as ours do, and so does a server whose engine was
+killed while it started.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +50,18 @@ class RestartBudget:
 
     restarts: int
     window_seconds: float
+    outage_seconds: float = 0.0
+    """The time that a program waits for another one before it ends with an outage."""
+
+    def window_after(self, exit_code: int | None) -> float:
+        """Return the window of failures of this kind; that of outages holds one more of them than there are restarts."""
+        waits_seconds = (self.restarts + 1) * self.outage_seconds if exit_code == OUTAGE else 0.0
+        return self.window_seconds + waits_seconds
 
 
 @dataclass(kw_only=True, slots=True)
 class _History:
-    """The failures of one program."""
+    """The failures of one program: its outages, or all others."""
 
     failed_at: deque[float] = field(default_factory=deque)
     """Times of the failures within the window."""
@@ -102,7 +113,8 @@ class Restarts:
         self._kernel_kills = kernel_kills or count_kernel_kills
         self._killed_before, self._killed_at = self._kernel_kills(), float("-inf")
         self._counted_at = clock()
-        self._histories: dict[str, _History] = {}
+        self._histories: dict[tuple[str, bool], _History] = {}
+        """By a program's name; apart, with True, its outages."""
         self._pending: dict[str, _Pending] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -112,7 +124,8 @@ class Restarts:
     def cancel(self, name: str) -> None:
         """Do not start a program again, and forget its failures: a later one of this name is another program."""
         self._pending.pop(name, None)
-        self._histories.pop(name, None)
+        for is_outage in (False, True):
+            self._histories.pop((name, is_outage), None)
 
     def judge_failures(self, never_ready: Collection[str], *, apart: Collection[str] = ()) -> list[Failure]:
         """Return the programs that have failed since the last call; each failure counts towards the budget.
@@ -161,16 +174,18 @@ class Restarts:
         code = child.exit_code
         if not child.spec.may_restart or code in EXPLAINED_IN_ONE_LINE:
             return child.spec.why_final
-        by_chance = code is None or -code in _OUTSIDE_SIGNALS or code - 128 in _STOPS or code == OUTAGE
+        by_chance = code is None or -code in _OUTSIDE_SIGNALS or code - 128 in _OUTSIDE_SIGNALS
         killed = by_chance or (code is not None and code < 0)
         if child.name in never_ready and not killed:
             return "it has never been ready, so its settings do not work here"
-        if code in (-signal.SIGKILL, OUTAGE) and self._clock() - self._killed_at <= FREEING_SECONDS:
+        if code in (-signal.SIGKILL, 128 + signal.SIGKILL) and self._clock() - self._killed_at <= FREEING_SECONDS:
             return "the kernel has ended a process for lack of memory; see dmesg, and give the run more or ask for less"
         lines = child.last_lines()
         if not killed and any(_LACKS_MEMORY.search(line) for line in lines):
             return "it lacks memory; `atropos doctor --memory` tells what fits"
-        return self._note(child, error="" if by_chance else f"{code} {reason(lines) or ''.join(lines[-1:])}")
+        return self._note(
+            child, error="" if by_chance or code == OUTAGE else f"{code} {reason(lines) or ''.join(lines[-1:])}"
+        )
 
     def _count_kernel_kills(self) -> None:
         """Note when the kernel last ended a process of this run's control group."""
@@ -180,8 +195,8 @@ class Restarts:
 
     def _note(self, child: SupervisedProgram, error: str) -> str | None:
         """Record a failure in the program's history; return the reason if it was one too many."""
-        history, now = self._histories.setdefault(child.name, _History()), self._clock()
-        while history.failed_at and now - history.failed_at[0] > self._budget.window_seconds:
+        history, now, window_seconds = self._history(child), self._clock(), self._budget.window_after(child.exit_code)
+        while history.failed_at and now - history.failed_at[0] > window_seconds:
             history.failed_at.popleft()
         history.equal = history.equal + 1 if error and history.failed_at and error == history.error else 1
         history.error = error
@@ -190,17 +205,20 @@ class Restarts:
             return f"the same error {SAME_FAILURES} times in a row"
         if len(history.failed_at) > self._budget.restarts:
             return (
-                f"it has failed {len(history.failed_at)} times within {self._budget.window_seconds:.0f} s, and "
+                f"it has failed {len(history.failed_at)} times within {window_seconds:.0f} s, and "
                 f"--max-restarts is {self._budget.restarts}"
             )
         return None
 
+    def _history(self, child: SupervisedProgram) -> _History:
+        return self._histories.setdefault((child.name, child.exit_code == OUTAGE), _History())
+
     def _plan_restart(self, child: SupervisedProgram) -> str:
-        number = len(self._histories[child.name].failed_at)
+        number = len(self._history(child).failed_at)
         pause_seconds = min(FIRST_PAUSE_SECONDS * 2 ** (number - 1), LONGEST_PAUSE_SECONDS)
         line = (
             f"{child.name} {describe_end(child)}; restart {number} of {self._budget.restarts} within "
-            f"{self._budget.window_seconds:.0f} s"
+            f"{self._budget.window_after(child.exit_code):.0f} s"
         )
         self._supervisor.stop(child.name, grace_seconds=FAILURE_GRACE_SECONDS)
         due_at = self._clock() + pause_seconds

@@ -12,17 +12,18 @@ import logging
 import os
 import re
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atropos_api.common.errors import OUTAGE
 from atropos_api.common.logs import LogContext, setup_logging
 from example_trainer.errors import CannotServe
 from example_trainer.processes.gpus import serves_from_gpu
 from example_trainer.processes.ports import ServerSockets, open_sockets
+from example_trainer.processes.program_log import signal_name
 from example_trainer.processes.scratch import server_scratch
 from example_trainer.serving.config import (
     RegistrationIdentity,
@@ -130,7 +131,7 @@ def _serve(
     finally:
         server_run.tidy()
     if killed:
-        return OUTAGE, killed
+        return 128 + killed, f"it was killed by {signal_name(killed)} while it started"
     return (1, read_cause(cause) or server_run.engine_end) if server_run.engine_end else (0, "")
 
 
@@ -168,11 +169,11 @@ def _prepare_vllm(config: ServerConfig, rest: list[str]) -> Any:
     return args
 
 
-def _run(server: Coroutine[Any, Any, None], server_run: ServerRun, cause: Path) -> str | None:
+def _run(server: Coroutine[Any, Any, None], server_run: ServerRun, cause: Path) -> int | None:
     """Run vLLM's server to its end; raise `CannotServe` if it does not start with these options.
 
-    Return what happened if its engine was killed before it was ready: the options are not to blame then, so that a
-    launcher may start the server again.
+    Return the number of the signal that killed its engine before it was ready: the options are not to blame then, so
+    that a launcher may start the server again.
     """
     import uvloop
     from vllm.v1.engine.exceptions import EngineDeadError
@@ -185,9 +186,9 @@ def _run(server: Coroutine[Any, Any, None], server_run: ServerRun, cause: Path) 
         logger.debug("vLLM did not start", exc_info=True)
         ended, recorded = _ENDED.search(str(error)), read_cause(cause)
         if ended and ended[2]:
-            return f"it was killed by signal {ended[2]} while it started"
+            return int(ended[2])
         if recorded is None and (ended or isinstance(error, EngineDeadError)):
-            return "its process was killed while it started"  # one that fails by itself records why
+            return signal.SIGKILL  # one that fails by itself records why
         raise CannotServe(f"vLLM does not start with these options: {recorded or _message_of(error)}") from error
     return None
 

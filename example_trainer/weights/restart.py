@@ -22,7 +22,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from atropos_api.common.errors import OUTAGE, REFUSED
+from atropos_api.common.errors import REFUSED
 from example_trainer.errors import PublishFailed, ServerExited, ServerRefused, ServerUnavailable, WaitTimedOut
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import policy_options
@@ -149,7 +149,7 @@ class RestartBridge(WeightBridge):
         """
         if exit_code is None or exit_code == REFUSED:
             return False
-        return exit_code < 0 or exit_code == OUTAGE or bool(self._version)
+        return exit_code < 0 or exit_code > 128 or bool(self._version)
 
     def _serve(self, manager: VllmManager, directory: Path, version: int) -> tuple[ServerInfo, float]:
         """Have the directory served; return the serving process's info and the seconds in which no server answered."""

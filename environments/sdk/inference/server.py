@@ -65,7 +65,7 @@ class HttpServer:
         """Requests in progress, including those that wait for a place; the pool counts them."""
         self._requests: set[anyio.CancelScope] = set()
         self.answered = 0
-        """Requests that ended, with or without an answer."""
+        """Requests that were answered."""
         self.idle_since: float | None = time.monotonic()
         """Time since when no request is in progress; None while one is."""
 
@@ -76,9 +76,9 @@ class HttpServer:
         self.idle_since = None
         try:
             yield
+            self.answered += 1
         finally:
             self.in_flight -= 1
-            self.answered += 1
             if not self.in_flight:
                 self.idle_since = time.monotonic()
 

@@ -102,7 +102,7 @@ def test_a_final_evaluation_goes_on_while_a_server_answers_it(tmp_path: Path, mo
     """One of more than --wait-timeout (600 s) was cut off, and its figures were lost."""
     now = 1000.0
     monkeypatch.setattr("example_trainer.launcher.launch.time.monotonic", lambda: now)
-    snapshot = Snapshot(name="x", run_dir=tmp_path, total_steps=1, started_at=0.0)
+    snapshot = Snapshot(name="x", run_dir=tmp_path, total_steps=1, started_at=0.0, callers={"e"})
     alone, seconds = Stopwatch(), []
     for answered in (None, 5, 9, 9):
         report = None if answered is None else {"servers": [{"requests": answered}]}

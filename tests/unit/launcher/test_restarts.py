@@ -188,11 +188,25 @@ def test_a_program_that_stops_in_order_at_a_signal_was_ended_by_chance_as_one_th
 
 def test_a_server_whose_engine_was_killed_before_it_was_ready_is_started_again(supervisor, restarts, clock) -> None:
     for number in range(3):
-        ended(supervisor.start(program("raise SystemExit(75)")))
+        ended(supervisor.start(program("raise SystemExit(137)")))
         (line,) = restarts.plan(restarts.judge_failures({"vllm"}))
         assert f"restart {number + 1} of 3" in line
         clock.now += 10
         restarts.due()
+
+
+def test_a_program_that_always_waits_for_another_in_vain_ends_the_run(supervisor, clock) -> None:
+    """Each had waited longer than the window, so that each of 200 was the first within it."""
+    budget = RestartBudget(restarts=3, window_seconds=WINDOW_SECONDS, outage_seconds=WINDOW_SECONDS + 15)
+    restarts = Restarts(supervisor, budget, clock=clock)
+    for _ in range(3):
+        ended(supervisor.start(program("raise SystemExit(75)")))
+        assert len(restarts.plan(restarts.judge_failures(()))) == 1
+        clock.now += WINDOW_SECONDS + 15
+        restarts.due()
+    ended(supervisor.start(program("raise SystemExit(75)")))
+    with pytest.raises(ChildFailed, match="it has failed 4 times within"):
+        restarts.plan(restarts.judge_failures(()))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atropos_api.common.errors import OUTAGE
 from example_trainer.errors import PublishFailed, ServerExited, ServerUnavailable
 from example_trainer.vllm_manager import VllmOptions
 from example_trainer.weights import restart, served_model
@@ -153,7 +152,7 @@ def failing(server, *exit_codes):
     server.replace = replace
 
 
-@pytest.mark.parametrize("exit_codes", [(-9,), (-9, -9, -15), (-9, OUTAGE)])
+@pytest.mark.parametrize("exit_codes", [(-9,), (-9, -9, -15), (-9, 137)])
 def test_a_server_that_is_killed_while_it_starts_is_started_again(ready, monkeypatch, exit_codes):
     monkeypatch.setattr(restart, "FIRST_PAUSE_SECONDS", 0.0)
     failing(ready[0]._manager, *exit_codes)
@@ -162,7 +161,7 @@ def test_a_server_that_is_killed_while_it_starts_is_started_again(ready, monkeyp
     assert ready[0].publish(2).version == 2, "settings that have worked fail by chance"
 
 
-@pytest.mark.parametrize("exit_codes", [(1,), (2,), (-9, -9, -9, OUTAGE)])
+@pytest.mark.parametrize("exit_codes", [(1,), (2,), (-9, -9, -9, 137)])
 def test_a_server_that_cannot_start_or_is_killed_each_time_fails_the_publish(ready, monkeypatch, exit_codes):
     monkeypatch.setattr(restart, "FIRST_PAUSE_SECONDS", 0.0)
     failing(ready[0]._manager, *exit_codes)
