@@ -179,6 +179,10 @@ class StoreUnavailable(BrokerError):
         """Size of the refused write if the size may be the reason: a smaller write may still fit."""
 
 
+class StoreUnreachable(StoreUnavailable):
+    """The store is another program, and that does not answer."""
+
+
 class DamagedBatch(BrokerError):
     """Groups of the batch were damaged on disk and dropped; a repeated request is answered without them."""
 

@@ -88,19 +88,32 @@ class Option:
         """Return text as pydantic should see it: `None` for nullable options, a mapping for JSON or KEY=VALUE words."""
         if self.nullable and given in ("None", ["None"]):
             return None
+        if self.nullable and self.kind == "list" and isinstance(given, list) and given[0] == "None":
+            given = given[1:]  # a repeated flag
         return _as_mapping(given) if self.kind == "json" and isinstance(given, list) else given
 
 
 def _as_mapping(words: list[str]) -> object:
-    """Return the mapping that JSON or KEY=VALUE words describe, else the text, which pydantic then refuses."""
+    """Return the mapping that JSON or KEY=VALUE words describe, else the text, which pydantic then refuses.
+
+    JSON may be spread over several words, or come several times if the flag is repeated; a later value of a key wins.
+    """
     text = " ".join(words)
-    if text.lstrip().startswith("{"):
+    for pieces in ([text], words) if text.lstrip().startswith("{") else (words,):
+        found = [_mapping_of(piece) for piece in pieces]
+        if all(isinstance(mapping, dict) for mapping in found):
+            return {key: value for mapping in found for key, value in mapping.items()}
+    return text
+
+
+def _mapping_of(piece: str) -> Any:
+    """Return the mapping that JSON or one KEY=VALUE describes, else None."""
+    if piece.lstrip().startswith("{"):
         with contextlib.suppress(json.JSONDecodeError):
-            return json.loads(text)
-        return text
-    if not all(re.match(r"[\w.-]+=", word) for word in words):
-        return text
-    return {key: _value(value) for key, _, value in (word.partition("=") for word in words)}
+            return json.loads(piece)
+        return None
+    key, _, value = piece.partition("=")
+    return {key: _value(value)} if re.fullmatch(r"[\w.-]+", key) and "=" in piece else None
 
 
 def _value(text: str) -> object:

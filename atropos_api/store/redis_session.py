@@ -19,7 +19,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from atropos_api.common.errors import AtroposError
-from atropos_api.errors import StoreUnavailable, StoreUnsafe
+from atropos_api.errors import StoreUnavailable, StoreUnreachable, StoreUnsafe
 
 LEASE: Final = "atropos:lease"
 CHUNK: Final = 1000
@@ -202,15 +202,20 @@ class RedisSession:
     @contextmanager
     def _in_own_words(self) -> Iterator[None]:
         """Turn errors of Redis into `StoreUnavailable`; after a lost answer step down, as the command may have run."""
-        from redis.exceptions import RedisError, ResponseError
+        from redis.exceptions import AuthenticationError, AuthorizationError, RedisError, ResponseError
 
         try:
             yield
         except ResponseError as error:
             raise StoreUnavailable(f"{self.place} refused a write ({error}); nothing was kept") from error
-        except (RedisError, OSError) as error:
+        except (AuthenticationError, AuthorizationError) as error:
             self.step_down()
             raise StoreUnavailable(
+                f"{self.place} refused this broker ({error}); check its user and password"
+            ) from error
+        except (RedisError, OSError) as error:
+            self.step_down()
+            raise StoreUnreachable(
                 f"{self.place} does not answer ({error}); the broker continues once Redis answers"
             ) from error
 

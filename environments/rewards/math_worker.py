@@ -53,9 +53,12 @@ _MIXED_PERCENT = re.compile(
 _SLASH_PERCENT = re.compile(r"(?<![\w.,/^])(\d{1,20})/(\d{1,20})(?=\s{0,4}\\?%)", re.ASCII)
 """A fraction in percent, of which math-verify would take the sign to the denominator."""
 _GROWTH = re.compile(
-    r"([\w)}]\s{0,4}[+-]\s{0,4})(\d{1,20}(?:\.\d{1,20})?)\s{0,4}\\?%(?=\s{0,4}(?:\\right\s?)?[)\]])", re.ASCII
+    r"([\w)}]\s{0,4}[+-]\s{0,4})(\d{1,20}(?:\.\d{1,20})?)\s{0,4}\\?%"
+    r"(?=\s{0,4}(?:\\right\s?)?[)\]]\s{0,4}\^\s?\{?\s?(?:[A-Za-z]|\d\d))",
+    re.ASCII,
 )
-"""A rate in brackets, as in `(1+5\\%)^T`: math-verify would transpose the percent sign, and compares no power of it."""
+"""A rate in brackets with a power that math-verify does not expand, as in `(1+5\\%)^T`: it would transpose the percent
+sign, and compares no such power of it. Others stay: decimals would make `x(1-20\\%)^2` unequal to `0.64x`."""
 _REPEATING = re.compile(r"(?<![\w.])(\d{0,20})\.(\d{0,20})\\overline\s?\{(\d{1,20})\}", re.ASCII)
 _BARE_NAME = re.compile(r"(?<![\\a-zA-Z])(?:(?:sin|cos|tan|ln|log|exp)(?=\s{0,4}\()|pi(?![a-zA-Z]))")
 """A function or π without its backslash, which math-verify would read as a product of variables."""

@@ -43,6 +43,8 @@ FORMS = (
 PARTS = ("choices", "options", "context", "input")
 """Columns of parts of a question, as options in MMLU and the text asked about in SQuAD or Alpaca; the prompt has them
 only if the question does."""
+OFTEN_EMPTY = "input"
+"""The column of `PARTS` that has nothing in most rows of Alpaca's form, or in all."""
 MOST_HELD_OUT = 500
 ROW = "row"
 """The key of a group's `group_overrides` under which the live page shows what the data says; no trainer reads it."""
@@ -165,20 +167,22 @@ class ShuffledEpochs(Generic[T]):
 def load_questions(source: str | Path, split: Split) -> list[Question]:
     """Return all questions of `source` in its order: a path, or the name of a Hugging Face data set."""
     parts: set[str] = set()
-    tables = load_records(source, split, columns=_columns_to_read)
+
+    def choose(columns: Iterable[str]) -> tuple[str, ...] | None:
+        """Return the columns to read. A long part is not read to see if it is empty: HotpotQA's took two gigabytes."""
+        present = set(columns)
+        parts.update(present.intersection(PARTS) - {OFTEN_EMPTY})
+        form = form_of(present)
+        return None if form is None else (*form, *present.intersection({OFTEN_EMPTY}))
+
+    tables = load_records(source, split, columns=choose)
     questions = [question for where, records in tables for question in _collect(records, where, parts)]
     warn_of_parts(source, parts)
     return questions
 
 
-def _columns_to_read(columns: Iterable[str]) -> tuple[str, ...] | None:
-    present = set(columns)
-    form = form_of(present)
-    return None if form is None else (*form, *(name for name in PARTS if name in present))
-
-
 def parts_in(record: Mapping[str, Any]) -> set[str]:
-    """Return the columns of `PARTS` that have a value here; Alpaca's `input` is empty in most rows, or in all."""
+    """Return the columns of `PARTS` that have a value here."""
     return {name for name in PARTS if not is_blank(record.get(name))}
 
 

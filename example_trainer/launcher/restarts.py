@@ -54,7 +54,7 @@ class RestartBudget:
     """The time that a program waits for another one before it ends with an outage."""
 
     def window_after(self, exit_code: int | None) -> float:
-        """Return the window of failures of this kind; that of outages holds one more of them than there are restarts."""
+        """Return the window of failures of this kind; that of outages holds one more than there are restarts."""
         waits_seconds = (self.restarts + 1) * self.outage_seconds if exit_code == OUTAGE else 0.0
         return self.window_seconds + waits_seconds
 

@@ -124,7 +124,7 @@ def test_a_start_whose_engine_is_killed_is_not_a_refusal_so_that_a_launcher_trie
         last = server.communicate(timeout=120)[1].strip().splitlines()[-1]
     assert server.returncode == 137 or (seconds > 0 and server.returncode == 1), "it may have been ready"
     assert last.startswith("vllm_api_server.py: error: vLLM's engine has failed: ")
-    assert "was killed by" in last or last.endswith("its process was killed while it started")
+    assert "was killed by" in last
 
 
 @pytest.mark.vllm

@@ -230,6 +230,9 @@ def test_a_list_is_added_to_by_each_of_its_flags(tmp_path: Path) -> None:
     config.write_text("model_name: m\ntargets: [k]\n")
     assert parse(f"--config {config}").targets == ["k"]
     assert parse(f"--config {config} --targets q --targets v o").targets == ["q", "v", "o"]
+    assert parse(f"--config {config} --targets None --targets q").targets == ["q"]
+    given = parse('--model m --limits {"a":1,"b":1} --limits {"b":2} --limits c=3').limits
+    assert given == {"a": 1, "b": 2, "c": 3}, "a later one wins"
 
 
 def test_a_key_that_a_merged_mapping_has_as_well_is_no_key_twice(tmp_path: Path) -> None:

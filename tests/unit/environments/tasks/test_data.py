@@ -132,7 +132,7 @@ def test_a_part_of_the_questions_that_no_prompt_shows_is_warned_about(
 
 @pytest.mark.parametrize("load", [load_questions, load_rows])
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-@pytest.mark.parametrize(("column", "empty"), [("input", ""), ("input", float("nan")), ("options", [])])
+@pytest.mark.parametrize(("column", "empty"), [("input", ""), ("input", float("nan"))])
 def test_a_part_that_is_empty_in_all_rows_is_not_warned_about(
     tmp_path: Path, caplog, load, form: str, column: str, empty: object
 ) -> None:
