@@ -25,7 +25,7 @@ export class Live {
     this.lastId = null;
     this.polling = false;
     this.askedAt = 0;
-    this.tickedAt = 0;
+    this.tickedAt = Date.now();
     this.state = null;
     this.channel = "BroadcastChannel" in window ? new BroadcastChannel(`atropos:${source.base.pathname}`) : null;
   }
