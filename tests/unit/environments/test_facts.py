@@ -75,7 +75,7 @@ def test_data_that_a_start_would_not_find_are_told(tmp_path: Path, monkeypatch: 
         assert facts_of("gsm8k_server", "--env.data_path", found).unusable_here is None
     assert facts_of("gsm8k_server", "--env.dataset_name", "org/not-here").unusable_here is None
     told = facts_of("gsm8k_server", "--env.data_path", "here.jsonl", "--env.val_data_path", "~/gone").unusable_here
-    assert told == "--env.val_data_path ~/gone: there is no such file or folder; correct the path"
+    assert told == f"--env.val_data_path {tmp_path}/gone: there is no such file or folder; correct the path"
     never = ("--env.steps_per_eval", "0", "--env.eval_at_start", "false", "--env.eval_at_end", "false")
     named = ("--env.data_path", "here.jsonl", "--env.val_data_path", "~/gone")
     assert facts_of("gsm8k_server", *named, *never).unusable_here is None, "it opens no data to evaluate on"
