@@ -33,13 +33,15 @@ def run(argv: Sequence[str]) -> int:
     logs = setup_logging("run-api", level=config.log_level, form=config.log_format)
     keep_freed_memory()
     # The server stack takes most of a second to import, which --help should not cost.
-    from atropos_api.errors import StoreUnreachable
+    from atropos_api.errors import StoreUnavailable
     from atropos_api.server.serve import serve
 
     try:
         return serve(config, logs)
-    except StoreUnreachable as error:  # a Redis may start later than this broker
-        raise Outage(str(error)) from error
+    except StoreUnavailable as error:
+        if not error.is_outage:
+            raise
+        raise Outage(str(error)) from error  # a Redis may start later than this broker
 
 
 def main() -> NoReturn:

@@ -173,14 +173,12 @@ class StoreUnavailable(BrokerError):
 
     kind = "store-unavailable"
 
-    def __init__(self, message: str, *, refused_bytes: int = 0) -> None:
+    def __init__(self, message: str, *, refused_bytes: int = 0, is_outage: bool = False) -> None:
         super().__init__(message)
         self.refused_bytes = refused_bytes
         """Size of the refused write if the size may be the reason: a smaller write may still fit."""
-
-
-class StoreUnreachable(StoreUnavailable):
-    """The store is another program, and that does not answer."""
+        self.is_outage = is_outage
+        """True if the store is another program, and that does not answer."""
 
 
 class DamagedBatch(BrokerError):

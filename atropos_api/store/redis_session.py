@@ -19,7 +19,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from atropos_api.common.errors import AtroposError
-from atropos_api.errors import StoreUnavailable, StoreUnreachable, StoreUnsafe
+from atropos_api.errors import StoreUnavailable, StoreUnsafe
 
 LEASE: Final = "atropos:lease"
 CHUNK: Final = 1000
@@ -215,8 +215,8 @@ class RedisSession:
             ) from error
         except (RedisError, OSError) as error:
             self.step_down()
-            raise StoreUnreachable(
-                f"{self.place} does not answer ({error}); the broker continues once Redis answers"
+            raise StoreUnavailable(
+                f"{self.place} does not answer ({error}); the broker continues once Redis answers", is_outage=True
             ) from error
 
 

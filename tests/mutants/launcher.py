@@ -190,7 +190,7 @@ LAUNCHER: tuple[Mutant, ...] = (
     Mutant(
         "old failures count for ever",
         _RESTARTS,
-        "now - history.failed_at[0] > self._budget.window_seconds",
+        "now - history.failed_at[0] > window_seconds",
         "False",
         f"{_RESTARTED}failures_older_than_the_window_no_longer_count",
     ),

@@ -203,7 +203,7 @@ def forget_the_window(patch: pytest.MonkeyPatch) -> None:
     note = Restarts._note
 
     def renew(self: Restarts, child: SupervisedProgram, *, error: str) -> str | None:
-        if known := self._histories.get(child.name):
+        if known := self._histories.get((child.name, False)):
             known.failed_at.extend([self._clock()] * len(known.failed_at))
         return note(self, child, error=error)
 
