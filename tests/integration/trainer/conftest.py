@@ -13,7 +13,7 @@ import torch
 
 from atropos_api.client import BrokerClient
 from atropos_api.testing import served_broker
-from atropos_api.wire import EnvironmentRequest, Group
+from atropos_api.wire import EnvironmentRequest, Group, Hold
 from example_trainer.api import BrokerSession
 from example_trainer.cli import run_trackers
 from example_trainer.config import TrainingConfig
@@ -116,3 +116,19 @@ def bench(tiny_model: Path, tmp_path: Path) -> Iterator[Workbench]:
         workbench = Workbench(url=url, model=tiny_model, directory=tmp_path)
         yield workbench
         workbench.close()
+
+
+def hold_version_2(bench: Workbench, monkeypatch: pytest.MonkeyPatch, *, seconds: float) -> list[Hold]:
+    """Hold policy version 2 for this long from its publish on, as an evaluation does; return the list of holds."""
+    held: list[Hold] = []
+    publish = ServingBridge.publish
+
+    def publish_and_hold(self: ServingBridge, version: int) -> Any:
+        report = publish(self, version)
+        if version == 2:
+            with BrokerClient(bench.url) as evaluation:
+                held.append(evaluation.hold_policy(seconds))
+        return report
+
+    monkeypatch.setattr(ServingBridge, "publish", publish_and_hold)
+    return held

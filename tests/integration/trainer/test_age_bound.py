@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from atropos_api.client import BrokerClient
 from atropos_api.testing import served_broker
-from atropos_api.wire import Hold
 from example_trainer.testing import RolloutThread, Sampler, ServingBridge
 
-from .conftest import GROUP_SIZE, Workbench, even_tokens
+from .conftest import GROUP_SIZE, Workbench, even_tokens, hold_version_2
 
 Reward = Callable[[Sequence[int]], float]
 
@@ -54,17 +52,7 @@ def test_weights_are_published_more_often_than_the_interval_says_if_rollouts_wou
 def test_a_run_goes_on_when_an_evaluation_lets_go_of_a_version_that_has_become_too_old(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held: list[Hold] = []
-    publish = ServingBridge.publish
-
-    def publish_and_hold(self: ServingBridge, version: int) -> Any:
-        report = publish(self, version)
-        if version == 2:
-            with BrokerClient(bench.url) as evaluation:
-                held.append(evaluation.hold_policy(4.0))
-        return report
-
-    monkeypatch.setattr(ServingBridge, "publish", publish_and_hold)
+    held = hold_version_2(bench, monkeypatch, seconds=4.0)
     bridge = train(bench, max_staleness=0)
     (_, before), (_, after) = bridge.published[1:3]
     assert len(held) == 1

@@ -13,14 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from atropos_api.client import BrokerClient
-from atropos_api.wire import Hold
 from example_trainer.api import BrokerSession
 from example_trainer.checkpointing import list_checkpoints, read_state
 from example_trainer.testing import RolloutThread, Sampler, ServingBridge
 from example_trainer.training import Learner
 
-from .conftest import GROUP_SIZE, Workbench, even_tokens
+from .conftest import GROUP_SIZE, Workbench, even_tokens, hold_version_2
 
 VOLATILE = ("time/", "perf/", "sync/", "timestamp", "policy_version")
 
@@ -243,17 +241,7 @@ def test_r24_an_evaluation_that_holds_the_policy_keeps_its_version_until_it_lets
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps are trained meanwhile; the last one waits, as its weights would otherwise never be served."""
-    held: list[Hold] = []
-    publish = ServingBridge.publish
-
-    def publish_and_hold(self: ServingBridge, version: int) -> Any:
-        report = publish(self, version)
-        if version == 2:
-            with BrokerClient(bench.url) as evaluation:
-                held.append(evaluation.hold_policy(2.0))
-        return report
-
-    monkeypatch.setattr(ServingBridge, "publish", publish_and_hold)
+    held = hold_version_2(bench, monkeypatch, seconds=2.0)
     bench.submit(bench.record_groups(8))
     bridge = bench.bridge()
     started = time.monotonic()

@@ -1,8 +1,6 @@
 """Files are written whole or not at all, and never replace a file unless the command was told to."""
 
-import contextlib
 import os
-import resource
 
 import pytest
 
@@ -15,17 +13,7 @@ from atropos_api.common.files import (
     write_directory,
     write_whole,
 )
-
-
-@contextlib.contextmanager
-def no_room_beyond(size_bytes):
-    """Let no file of this process grow beyond a size, as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from tests.full_disk import files_of_at_most
 
 
 def names(folder):
@@ -115,7 +103,7 @@ def test_a_full_disk_leaves_no_half_copy_of_the_file_that_is_appended_to(tmp_pat
     path = tmp_path / "out"
     path.write_bytes(bytes(1 << 20))
     output = OutputFile(path, append=True)
-    with no_room_beyond(1 << 19), pytest.raises(OSError, match="too large"):
+    with files_of_at_most(1 << 19), pytest.raises(OSError, match="too large"):
         output.__enter__()
     assert not output.is_kept
     assert names(tmp_path) == ["out"], "the next command is not refused for a file in its way"
@@ -124,7 +112,7 @@ def test_a_full_disk_leaves_no_half_copy_of_the_file_that_is_appended_to(tmp_pat
 def test_lines_whose_write_failed_do_not_fail_again_when_their_file_is_closed(tmp_path):
     lines = RecentLines(tmp_path / "lines", keep=10, most_bytes=10**6)
     lines.append(b"first")
-    with no_room_beyond(8):
+    with files_of_at_most(8):
         with pytest.raises(OSError, match="too large"):
             lines.append(b"second")
         lines.close()

@@ -259,14 +259,19 @@ async def test_an_adapter_that_goes_while_its_request_waits_at_the_gate_leaves_n
     assert gate.inside == 0
 
 
+async def computing(gate: AdmissionGate) -> tuple[StubEngine, Fence]:
+    """Return an engine that computes one request, and its fence."""
+    engine = StubEngine()
+    await gate.enter()
+    engine.now_running |= {"computed_tokens": [7]}
+    return engine, Fence(engine, gate, header=None)
+
+
 async def test_a_draining_server_waits_for_what_its_engine_computes_and_for_nothing_else(gate, monkeypatch):
     """It never left if a client read its answer no further."""
     monkeypatch.setattr(fence_module, "_LOOK_SECONDS", 0.02)
     monkeypatch.setattr(app_module, "BEGUN_ANSWERS_SECONDS", 0.1)
-    engine = StubEngine()
-    fence = Fence(engine, gate, header=None)
-    await gate.enter()
-    engine.now_running |= {"computed_tokens": [7]}
+    engine, fence = await computing(gate)
     draining = asyncio.ensure_future(until_drained(gate, fence))
     await asyncio.sleep(0.1)
     assert not draining.done()
@@ -278,10 +283,7 @@ async def test_a_draining_server_that_is_paused_by_hand_does_not_wait_for_the_re
     """It waited for ever."""
     monkeypatch.setattr(fence_module, "_LOOK_SECONDS", 0.02)
     monkeypatch.setattr(app_module, "BEGUN_ANSWERS_SECONDS", 0.3)
-    engine = StubEngine()
-    fence = Fence(engine, gate, header=None)
-    await gate.enter()
-    engine.now_running |= {"computed_tokens": [7]}
+    _engine, fence = await computing(gate)
     await fence.hold()
     draining = asyncio.ensure_future(until_drained(gate, fence))
     await asyncio.sleep(0.1)
@@ -293,10 +295,7 @@ async def test_a_draining_server_does_not_wait_for_requests_that_are_paused_with
     """No publish reaches it any more, so they never ended, and it never left."""
     monkeypatch.setattr(fence_module, "_LOOK_SECONDS", 0.02)
     monkeypatch.setattr(app_module, "_DRAINING_LOOK_SECONDS", 0.02)
-    engine = StubEngine()
-    fence = Fence(engine, gate, header=None)
-    await gate.enter()
-    engine.now_running |= {"computed_tokens": [7]}
+    _engine, fence = await computing(gate)
     publish_id = await begin(fence)
     fence.overwrite(publish_id, 1)
     draining = asyncio.ensure_future(until_drained(gate, fence))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +35,7 @@ from example_trainer.modeling.lora import AdapterOptions
 from example_trainer.modeling.policy import Policy
 from example_trainer.state import TrainerState, random_state, restore_random
 from example_trainer.weights.served_model import write_served_checkpoint
+from tests.full_disk import files_of_at_most
 
 
 def make_state(step: int) -> TrainerState:
@@ -101,17 +100,6 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_file_is_one_line(policy: Policy
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "latest"], (
         "the part gives its room back"
     )
-
-
-@contextmanager
-def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """Let no file grow beyond this size inside the block: a write behaves as on a full disk."""
-    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, most))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
 
 
 class Disk:
