@@ -333,7 +333,7 @@ def plain(text: str) -> str:
 
 def rewritten_numbers(text: str) -> str:
     r"""Return the text with numbers in the form that math-verify reads: `10,\!000` as 10000, `3 1/2` and `3½` as 7/2,
-    `0.\overline{3}` as a fraction, the rate of `(1+5\%)` as 0.05.
+    `0.\overline{3}` as a fraction, the rate of `(1+5\%)^T` as 0.05.
     """
     text = _GROWTH.sub(_hundredths, text)
     text = _SPACED_THOUSANDS.sub(lambda number: re.sub(r"\s", "", number[0]), _THOUSANDS.sub("", text))
