@@ -13,7 +13,7 @@ from atropos_api.wire.groups import Group
 from environments.sdk import BaseEnv, scored_group
 from environments.sdk.group_files import MOST_SHARE_OF_TIME, GroupFile, RecentGroups
 from environments.sdk.runtime.rollouts import DrawnItem
-from tests.unit.common.test_whole_files import no_room_beyond
+from tests.full_disk import files_of_at_most
 
 from .test_surface import Env, Rehearsal, collector_of
 
@@ -138,7 +138,7 @@ def test_a_group_that_a_full_disk_refuses_is_not_in_the_file_when_its_item_is_tr
     """It was written once there was room again, beside that of the next try, and closing the file failed until then."""
     file = GroupFile(tmp_path / "groups.jsonl")
     file.append(group(0))
-    with no_room_beyond(file.path.stat().st_size + 8):
+    with files_of_at_most(file.path.stat().st_size + 8):
         with pytest.raises(OSError, match="too large"):
             file.append(group(1))
         assert scores(file.path) == [0.0]
