@@ -2,8 +2,8 @@
 configuration.
 
 Configuration classes ignore unknown keys, as Atropos does, and log a warning. Values with a special meaning in
-Atropos are converted: an `inference_weight` of -1 becomes 1. `ReasoningConfig` is the amount of reasoning requested
-from providers; environments build it themselves.
+Atropos are converted: an `inference_weight` of -1 becomes 1, and a `base_url` of None is OpenAI's API.
+`ReasoningConfig` is the amount of reasoning requested from providers; environments build it themselves.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, cast, get_args
 from urllib.parse import urlsplit
 
@@ -86,6 +87,9 @@ class BaseEnvConfig(sdk.BaseEnvConfig):
     allow_truncated_sampling: bool = Field(
         True, description="Train on top-p or top-k samples; their groups are marked."
     )
+    eval_limit_ratio: float = Field(
+        0.5, ge=0, le=1, description="Share of the workers that collect groups under LIMIT_TRAIN; 0: one worker."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -113,7 +117,7 @@ class ServerBaseline(sdk.ServerBaseline):
 
 
 class APIServerConfig(sdk.APIServerConfig):
-    """One inference server; None stands for the default, as in Atropos."""
+    """One inference server; None stands for the default, and so does a limit of no evaluation request at all."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
@@ -121,7 +125,18 @@ class APIServerConfig(sdk.APIServerConfig):
     @classmethod
     def _lenient(cls, values: Any) -> Any:
         values = known_fields(cls, values)
-        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+        if not isinstance(values, dict):
+            return values
+        given = {k: v for k, v in values.items() if v is not None and (k, v) != ("num_requests_for_eval", 0)}
+        return {**_openai_itself(values), **given}
+
+
+def _openai_itself(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return address and key of OpenAI's API if the address is None, as OpenAI's client does in Atropos."""
+    if values.get("base_url", "") is not None or values.get("server_type", "openai") != "openai":
+        return {}
+    url = os.environ.get("OPENAI_BASE_URL", f"https://{OPENAI_HOST}/v1")
+    return {"base_url": url, "api_key": os.environ.get("OPENAI_API_KEY", "")}
 
 
 EFFORTS = get_args(ReasoningEffort)
@@ -246,14 +261,21 @@ def refuse_server_class(server_class: Any) -> None:
 
 
 def answer_one_by_one(servers: server_manager.ServerManager) -> None:
-    """Give each server of a manager request methods of its own: environments with a judge select theirs by index."""
+    """Give each server of a manager Atropos' methods: environments with a judge select theirs by index."""
     for server in servers.servers:
         alone = copy.copy(servers)
         alone.pool = ServerPool(
             [server], max_n_completions=servers.pool.max_n_completions, wait_timeout_seconds=server.config.timeout
         )
-        for call in ("chat_completion", "completion"):
-            setattr(server, call, getattr(alone, call))
+        own = {"chat_completion": alone.chat_completion, "completion": alone.completion}
+        for name, method in {**own, "wandb_metrics": partial(wandb_metrics, server)}.items():
+            setattr(server, name, method)
+
+
+async def wandb_metrics(server: APIServer, metrics_dict: dict[str, Any], server_name: str | None) -> dict[str, Any]:
+    """Add the timings of one server to the metrics, under the name that the environment gives it."""
+    metrics_dict.update(server.metrics(server_name or "server"))
+    return metrics_dict
 
 
 def create_app(

@@ -203,9 +203,9 @@ class ServerManager:
 
     def metrics(self) -> dict[str, float]:
         """Return the request timings of all servers, each under its own number, and how many chats had drifted."""
-        found = {
-            name: value for index, server in enumerate(self.servers) for name, value in server.metrics(index).items()
-        }
+        found: dict[str, float] = {}
+        for index, server in enumerate(self.servers):
+            found |= server.metrics(f"server_{index}")
         return {**found, "server/drifted_chats": self.drift.count} if self.drift.count else found
 
     async def _started_proxy(self) -> SessionProxy:

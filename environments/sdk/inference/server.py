@@ -151,10 +151,10 @@ class HttpServer:
         fields = _openai_fields(kwargs, {"prompt": prompt, "model": self.model_name})
         return await self._post(f"{self.config.base_url.rstrip('/')}/completions", fields, split, failover)
 
-    def metrics(self, index: int) -> dict[str, float]:
-        """Return timings by the original Atropos' names, separate for training and evaluation."""
+    def metrics(self, name: str) -> dict[str, float]:
+        """Return timings of the server `name` by the original Atropos' names, separate for training and evaluation."""
         train, evaluation = self.channel.timings["train"], self.channel.timings["eval"]
-        prefix = f"server/server_{index}_"
+        prefix = f"server/{name}_"
         if not train.seconds and not evaluation.seconds:
             return {}
         return {

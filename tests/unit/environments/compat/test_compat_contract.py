@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from environments.compat import servers, utils
-from environments.compat.envs import BaseEnv
+from environments.compat.envs import BaseEnv, EvalHandlingEnum
 from environments.compat.runner import main
 from environments.compat.servers import (
     APIServer,
@@ -134,6 +134,34 @@ def test_servers_of_an_environments_own_class_are_refused_and_not_replaced_in_si
     with pytest.raises(ServerClassUnused, match="MyServer"):
         own(BaseEnvConfig(tokenizer_name="none"), config)
     type("Named", (Env,), {"server_cls": servers.VLLMServer})(BaseEnvConfig(tokenizer_name="none"), config)
+
+
+def test_a_server_without_an_address_is_openais_with_the_key_of_its_client(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "of-the-client")
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    judge = APIServerConfig(model_name="gpt-4o-mini", base_url=None, api_key=None)
+    assert (judge.base_url, judge.api_key) == (OPENAI, "of-the-client")
+    assert APIServerConfig(base_url=None, api_key="own").api_key == "own"
+    monkeypatch.setenv("OPENAI_BASE_URL", OPENROUTER)
+    assert APIServerConfig(base_url=None).base_url == OPENROUTER
+    for local in ({}, {"api_key": None}, {"base_url": None, "server_type": "vllm"}):
+        config = APIServerConfig(**local)
+        assert (config.base_url, config.api_key) == ("http://localhost:9001/v1", "")
+
+
+def test_settings_of_an_environment_that_never_evaluates_are_accepted():
+    assert BaseEnvConfig(eval_handling=EvalHandlingEnum.NONE, eval_limit_ratio=0.0).eval_limit_ratio == 0
+    assert APIServerConfig(num_requests_for_eval=0).num_requests_for_eval == 64
+
+
+@pytest.mark.anyio
+async def test_the_timings_of_a_server_are_asked_for_by_a_name():
+    env = Env(BaseEnvConfig(tokenizer_name="none"), APIServerConfig(base_url="http://x/v1"))
+    (server,) = env.server.servers
+    server.channel.timings["train"].record(2.0, 1)
+    found = await server.wandb_metrics({"own": 1}, "server_0")
+    assert (found["own"], found["server/server_0_request_time_avg"]) == (1, 2.0)
+    assert "server/judge_average_num_attempts" in await server.wandb_metrics({}, "judge")
 
 
 def test_advantages_are_arrays():
