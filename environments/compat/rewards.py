@@ -1,7 +1,7 @@
 """`atroposlib.envs.reward_fns`: its base class, registry and combination, based on the rewards of this package.
 
 Unlike in Atropos, an exception in a reward is an error: the rollout is tried again and not trained on with 0. The
-weights of a combination's parts are applied.
+weights of a combination's parts are applied. A name of `OURS` is this package's reward, which may score otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ OURS: Mapping[str, str] = {
     "r1": "r1_zero",
     "repetition_penalty": "repetition",
 }
-GOLD_NAMES = ("solution", "ground_truth", "answer", "gold")
+GOLD_NAMES = ("ground_truth", "solution", "answer", "gold")
+"""Arguments with the reference answers; as in Atropos, the first that is not None counts."""
 
 
 class RewardFunction(ABC):
@@ -87,8 +88,10 @@ class RewardRegistry:
         name = config.pop("type")
         found = self.get(name)
         options = {**kwargs, **config.pop("params", {}), **config}
-        if name not in self._known and (ignored := sorted(options.keys() - {"weight"})):
-            logger.warning("the reward %s is this package's own and takes no settings: ignored %s", name, ignored)
+        if name not in self._known:
+            ignored = sorted(options.keys() - {"weight"})
+            without = f" and takes no settings: ignored {', '.join(ignored)}" if ignored else ""
+            logger.warning("the reward %s is this package's %s, not Atropos' own%s", name, OURS[name], without)
             options = {key: options[key] for key in options if key == "weight"}
         if inspect.isclass(found):
             return cast("RewardFunction", found(**options))
@@ -138,7 +141,8 @@ class _Function(RewardFunction):
         self._options = kwargs
 
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        return [float(score) for score in self._function(completions, **{**self._options, **kwargs})]
+        scores = self._function(completions, **{**self._options, **kwargs})
+        return [float(score) for score in (scores if isinstance(scores, Iterable) else [scores] * len(completions))]
 
 
 def as_function(name: str) -> Callable[..., list[float]]:
@@ -154,7 +158,7 @@ def as_function(name: str) -> Callable[..., list[float]]:
         from environments.rewards import score_samples
 
         taken = {k: given.pop(k) for k in GOLD_NAMES if k in given}
-        golds = next(iter(taken.values()), None)
+        golds = next((value for value in taken.values() if value is not None), None)
         samples = [
             {"completion": RewardFunction.get_content(completion), "answer": _nth(golds, index)}
             for index, completion in enumerate(completions)

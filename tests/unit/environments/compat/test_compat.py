@@ -162,6 +162,24 @@ def test_a_reward_by_atropos_name_starts_one_process_for_all_its_calls(monkeypat
     assert started == [1]
 
 
+def test_the_ground_truth_counts_before_a_solution_and_none_is_no_reference(monkeypatch):
+    accuracy = math_rewards.MathVerifier
+    monkeypatch.setattr(math_rewards, "MathVerifier", lambda: accuracy(workers=1))
+    score = rewards.registry.create("accuracy")
+    assert score(["\\boxed{4}", "\\boxed{5}"], solution=["5", "4"], ground_truth=["4", "4"]) == [1.0, 0.0]
+    assert score(["\\boxed{4}"], solution="4", ground_truth=None) == [1.0]
+
+
+def test_one_score_of_a_function_is_that_of_every_completion():
+    rewards.registry.register_function("same_for_all", lambda completions, **_: 0.5)
+    assert rewards.registry.create("same_for_all")(["a", "b"]) == [0.5, 0.5]
+
+
+def test_a_reward_of_this_package_is_said_not_to_be_atropos_own(caplog):
+    rewards.registry.create("format")
+    assert "the reward format is this package's format, not Atropos' own" in caplog.text
+
+
 def test_settings_that_a_reward_of_this_package_does_not_take_are_said_to_be_ignored(caplog):
     config = {"type": "repetition_penalty", "weight": 2.0, "params": {"threshold": 0.1}}
     assert rewards.registry.create(config)(["a a a a a a"]) == [-1.5]
