@@ -66,9 +66,14 @@ def prepare(run: Any) -> None:
         run.define_metric("*", step_metric=STEP)
 
 
-def log(run: Any, metrics: Mapping[str, Any], step: int) -> None:
+def log(run: Any, metrics: Mapping[str, Any], step: int, *, newest: int = 0) -> None:
+    """Log metrics of a step. W&B drops those of an earlier step than the `newest` logged: they are logged at that one,
+    and name their own.
+    """
     if _has_several_writers():
         run.log({**metrics, STEP: step})
+    elif step < newest:
+        run.log({**metrics, STEP: step}, step=newest)
     else:
         run.log(dict(metrics), step=step)
 

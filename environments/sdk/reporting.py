@@ -43,11 +43,14 @@ class WandbTracker:
         self._arguments: dict[str, Any] = {"name": name, "project": project, "group": group, "config": dict(config)}
         self._run: Any = None
         self._failed = False
+        self._newest = 0
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Log the metrics of a step; those of an evaluation may come after other metrics of later steps."""
         self.begin()
         if self._run is not None:
-            wandb_run.log(self._run, metrics, step)
+            self._newest = max(self._newest, step)
+            wandb_run.log(self._run, metrics, step, newest=self._newest)
 
     def finish(self) -> None:
         if self._run is not None:

@@ -99,6 +99,22 @@ def test_in_a_run_of_several_programs_the_step_is_a_metric_and_the_axis_of_the_o
     assert (begun[0]["name"], begun[1]) == ("tried", {}), "the run keeps the trainer's name and settings"
 
 
+def test_an_evaluation_that_ends_steps_after_its_own_is_not_logged_to_a_step_that_wandb_would_drop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OwnRun:
+        def log(self, metrics: dict[str, Any], *, step: int) -> None:
+            logged.append((step, metrics))
+
+    logged: list[tuple[int, dict[str, Any]]] = []
+    monkeypatch.delenv("WANDB__PRIMARY", raising=False)
+    monkeypatch.setattr(wandb, "init", lambda **_: OwnRun())
+    tracker = EnvironmentTracker(name="alone", project=None, group=None, config={})
+    for metrics, step in (({"train/items": 1}, 5), ({"train/items": 2}, 7), ({"eval/accuracy": 0.5}, 5)):
+        tracker.log(metrics, step)
+    assert logged == [(5, {"train/items": 1}), (7, {"train/items": 2}), (7, {"eval/accuracy": 0.5, "step": 5})]
+
+
 def test_offline_both_write_files_of_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
