@@ -8,7 +8,7 @@
 - `tokenize_for_trainer`: a chat as tokens and masks, for environments that sampled only text. Text encoded again
   need not give the sampled tokens; sessions keep those and are preferable.
 - `tool_call_parser`: one tool call from a text with tags. Where a model wrote Python's quotes instead of JSON's, the
-  call is read as a Python literal, so that apostrophes are kept.
+  call is read as a Python literal, so that apostrophes are kept; if it is none, as with `true`, with JSON's quotes.
 """
 
 from __future__ import annotations
@@ -305,14 +305,25 @@ def parse_tool_call(
 
 
 def _read(body: str) -> dict[str, Any] | None:
+    for read in (_read_json, _read_python, lambda text: _read_json(text.replace("'", '"'))):
+        found = read(body)
+        if found is not None:
+            return found if isinstance(found, dict) else None
+    return None
+
+
+def _read_json(text: str) -> Any:
     try:
-        found = json.loads(body, strict=False)
+        return json.loads(text, strict=False)
     except NO_JSON:
-        try:
-            found = ast.literal_eval(body)
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # TypeError: `{{"name": …}}` is a set
-            return None
-    return found if isinstance(found, dict) else None
+        return None
+
+
+def _read_python(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # TypeError: `{{"name": …}}` is a set
+        return None
 
 
 def _tool_name(tool: Mapping[str, Any]) -> str:

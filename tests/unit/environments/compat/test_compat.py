@@ -91,6 +91,11 @@ def test_apostrophes_survive_the_parsing_of_a_tool_call():
     assert utils.parse_tool_call("no call") == ("-ERROR-", {}, True)
 
 
+def test_a_call_with_pythons_quotes_and_jsons_values_is_read_as_atropos_reads_it():
+    text = "<tool_call>{'name': 'say', 'arguments': {'loud': true, 'times': null}}</tool_call>"
+    assert utils.parse_tool_call(text) == ("say", {"loud": True, "times": None}, False)
+
+
 @pytest.mark.parametrize("body", ['{{"name": "say", "arguments": {}}}', "{[1]: 2}", "{'name': }", "(" * 1000])
 def test_what_a_model_wrote_as_a_call_and_is_none_fails_nothing(body):
     assert utils.parse_tool_call(f"<tool_call>{body}</tool_call>") == ("-ERROR-", {}, True)
