@@ -132,6 +132,18 @@ async def test_get_server_info_without_super_keeps_the_environments_own_longest_
     assert (env.max_token_len, env.config.batch_size) == (512, 4)
 
 
+async def test_total_steps_of_minus_one_becomes_the_runs_number_of_steps(tokenizer_folder):
+    class Scheduled(Env):
+        def __init__(self, config, server_configs):
+            config.total_steps = -1
+            super().__init__(config, server_configs)
+
+    env, _ = await serve(Scheduled, tokenizer_folder)
+    assert env.config.total_steps == STEPS
+    env, _ = await serve(Env, tokenizer_folder)
+    assert env.config.total_steps == BaseEnvConfig().total_steps
+
+
 async def test_an_environment_with_a_scheduler_of_its_own_is_refused_with_the_reason(tokenizer_folder):
     class Own(Env):
         async def env_manager(self):
