@@ -305,11 +305,12 @@ def parse_tool_call(
 
 
 def _read(body: str) -> dict[str, Any] | None:
-    for read in (_read_json, _read_python, lambda text: _read_json(text.replace("'", '"'))):
-        found = read(body)
-        if found is not None:
-            return found if isinstance(found, dict) else None
-    return None
+    found = _read_json(body)
+    if found is None:
+        found = _read_python(body)
+    if found is None:
+        found = _read_json(body.replace("'", '"'))
+    return found if isinstance(found, dict) else None
 
 
 def _read_json(text: str) -> Any:
