@@ -87,8 +87,6 @@ class EnvironmentWorker:
         self._evaluation_due = self._evaluates = False
         self._joined: tuple[str | None, int | None] | None = None
         """The run whose settings are adopted, and the number of its owner."""
-        self._takes_steps = config.total_steps == -1
-        """True if `total_steps` is to be the run's number of steps, as in Atropos."""
         self._log_due = self._stopping = False
         self._first_size = 0  # group size before the first step of the schedule
 
@@ -194,8 +192,7 @@ class EnvironmentWorker:
         env.curr_step = self._pacing.current_step
         env.config.group_size = env.config.group_size_at(env.curr_step, self._first_size)
         env.checkpoint_dir = info.checkpoint_dir
-        if self._takes_steps and info.num_steps > 0:
-            env.config.total_steps = info.num_steps
+        env.config.total_steps = env.config.steps_in(info.num_steps)
         env.status_dict = self._status(self._pacing)
         await env.get_server_info()
         if self._leases is not None:
