@@ -297,6 +297,20 @@ async def test_sampling_masks_stand_at_their_tokens_over_several_turns(tokenizer
     assert scored_group([node], [1.0])["sampling_masks"] == [masks]
 
 
+async def test_masks_of_a_turn_at_another_temperature_are_left_out_as_its_ratio_is_not_exact(tokenizer):
+    """The trainer computes all turns at the last one's temperature, and clips by the ratio of a token with a mask."""
+    session = make_session(scripted(tokenizer, "35", "7"), tokenizer, **MASKED)
+    await session.chat_completion(messages=[QUESTION], top_p=0.9, temperature=0.7)
+    assert any(session.nodes[0].sampling_masks)
+    before = len(session.nodes[0].tokens)
+    said = [QUESTION, {"role": "assistant", "content": "35"}, QUESTION]
+    await session.chat_completion(messages=said, top_p=0.9, temperature=1.0)
+    (node,) = session.nodes
+    masks = [[] if kept == NOT_TRAINED else mask_of(kept) for kept in node.masked_tokens]
+    assert node.sampling_masks == [[] for _ in range(before)] + masks[before:]
+    assert node.metadata["generation_params"]["truncated_sampling"] is True
+
+
 @pytest.mark.parametrize(
     ("field", "asked"),
     [
