@@ -38,7 +38,7 @@ class Totals:
     padded_fraction: float | None = None
     """Share of the forward tokens that were padding."""
     zero_gradient_fraction: float | None = None
-    """Share of the trained tokens that gave no gradient."""
+    """Share of the trained tokens without a gradient of the policy loss."""
     seconds: float = 0.0
     cpu_seconds: float | None = None
     """CPU time of all programs."""

@@ -28,12 +28,12 @@ def record_batch(
     training: StepTraining, texts: TokenTexts, *, most_tokens: int, rank: int = 0, world_size: int = 1
 ) -> RecordedBatch | None:
     """Return what is recorded of a batch that was trained; None if nothing of it was."""
-    batch, groups = training.batch.batch, training.prepared.groups
+    batch, targets, groups = training.batch.batch, training.batch.targets, training.prepared.groups
     chosen = choose_groups(groups, batch.rows, most_tokens)
-    if not chosen or not training.batch.done:
+    if not chosen or targets is None or not training.batch.done:
         return None
     logprobs, entropies = (values.float().cpu().numpy() for values in training.batch.first_values())
-    advantages = batch.targets.advantages.float().cpu().numpy()
+    advantages = targets.advantages.float().cpu().numpy()  # the loss's own, with the credits of `--distill reverse_kl`
     by_group: dict[int, list[SampleValues | None]] = {
         index: [None] * len(groups[index].tokens) for index in sorted(chosen)
     }

@@ -50,6 +50,9 @@ TRUNCATING: Mapping[str, tuple[Any, ...]] = {
 NARROWING = frozenset({"top_p", "top_k", "min_p", "allowed_token_ids"})
 MASKING = NARROWING | {"min_tokens", "bad_words"}
 
+LEAST_TEMPERATURE = 0.01
+"""vLLM samples at this temperature where less is asked for (except 0); the trainer would compute at the lower one."""
+
 NO_TURN_BEFORE: Mapping[str, Any] = {}
 
 UNSENT = (None, {"type": "text"})  # the last is the default of `response_format`
@@ -139,11 +142,11 @@ class Sampling:
 
         So is another temperature than that of the sequence's earlier turns (`before`).
         """
-        if self.temperature <= 0:
+        if self.temperature < LEAST_TEMPERATURE:
             raise SamplingNotTrainable(
-                f"temperature {self.temperature:g} has no logprobs to train on; sample with a temperature above 0, "
-                "mark the call split='eval' (over HTTP by the header X-Atropos-Split: eval), or let "
-                "--env.session_temperature 1 replace the agents' temperature"
+                f"temperature {self.temperature:g} has no logprobs to train on (vLLM samples at {LEAST_TEMPERATURE:g} "
+                f"instead of less); sample at {LEAST_TEMPERATURE:g} or above, mark the call split='eval' (over HTTP by "
+                "the header X-Atropos-Split: eval), or let --env.session_temperature 1 replace the agents' temperature"
             )
         if self._changes_temperature(before) and not allow_truncated:
             raise SamplingNotTrainable(

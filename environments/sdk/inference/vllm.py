@@ -16,12 +16,23 @@ from atropos_api.wire.groups import Span
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import InferenceRefused
 from environments.sdk.inference.http_transport import PlainEvents, PlainReply, SampleEvents, Transport
-from environments.sdk.inference.sampling import Failover, OnTokens, PromptLogprobs, Sample, Sampling, Split
+from environments.sdk.inference.sampling import (
+    TRUNCATING,
+    Failover,
+    OnTokens,
+    PromptLogprobs,
+    Sample,
+    Sampling,
+    Split,
+)
 from environments.sdk.inference.server import HttpServer, compare_vocabulary
 
 MOST_TOKENS = 1 << 31
 """Limit on token ids: they are 32-bit integers everywhere."""
 Dialect = Literal["compact", "atropos", "plain"]
+
+MODEL_DEFAULTS = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+"""Parameters that a stock vLLM takes from the model's generation_config.json where a request does not name them."""
 
 
 class CompactReply(msgspec.Struct):
@@ -158,14 +169,16 @@ class VllmServer(HttpServer):
     ) -> list[Sample]:
         """Sample by vLLM's own completions route; the model name in the request determines the policy version."""
         policy = self.policy
-        fields = {"model": self.model_name, "prompt": prompt_tokens, "logprobs": 0, "return_token_ids": True}
+        # Without the neutral values Qwen2.5 would be sampled with top_p 0.8 and top_k 20, and no group would say so.
+        fields = {name: TRUNCATING[name][0] for name in MODEL_DEFAULTS} | sampling.payload()
+        fields |= {"model": self.model_name, "prompt": prompt_tokens, "logprobs": 0, "return_token_ids": True}
         url = f"{self.config.root_url}/v1/completions"
         if on_tokens is None:
-            body = self._encoder.encode({**sampling.payload(), **fields})
+            body = self._encoder.encode(fields)
             samples = _from_plain(await self.channel.post(url, body, split, failover=failover), url)
         else:
             events = PlainEvents(sampling.n, on_tokens, url)
-            body = self._encoder.encode({**sampling.payload(), **fields, "stream": True})
+            body = self._encoder.encode({**fields, "stream": True})
             await self.channel.post(url, body, split, failover=failover, on_piece=events.feed)
             samples = events.finished()
         if policy is not None and policy.version is not None:

@@ -82,8 +82,13 @@ class SequenceNode:
         return None
 
 
-def extend_sequence(base: SequenceNode | None, prompt_tokens: Sequence[int], sample: Sample) -> SequenceNode:
-    """Return the sequence after a turn: `base` unchanged, then the prompt's new part untrained, then the sample."""
+def extend_sequence(
+    base: SequenceNode | None, prompt_tokens: Sequence[int], sample: Sample, *, keeps_masks: bool = True
+) -> SequenceNode:
+    """Return the sequence after a turn: `base` unchanged, then the prompt's new part untrained, then the sample.
+
+    Without `keeps_masks` the sampling masks of `base` are left out.
+    """
     kept = len(base.tokens) if base is not None else 0
     start = len(prompt_tokens)
     new = start - kept
@@ -99,7 +104,7 @@ def extend_sequence(base: SequenceNode | None, prompt_tokens: Sequence[int], sam
         node.masked_tokens = base.masked_tokens + node.masked_tokens
         node.logprobs = base.logprobs + node.logprobs
         node.policy_versions = base.policy_versions + node.policy_versions
-    known = base.sampling_masks if base is not None else None
+    known = base.sampling_masks if base is not None and keeps_masks else None
     if known is not None or sample.sampling_masks is not None:
         own = sample.sampling_masks or [[] for _ in sample.tokens]
         node.sampling_masks = [*(known or [[] for _ in range(kept)]), *([] for _ in range(new)), *own]

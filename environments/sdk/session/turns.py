@@ -53,7 +53,12 @@ class SampleReader:
 
     def read(self, turn: Turn, sample: Sample) -> SequenceNode:
         """Return the sequence with its texts: as sampled, and as a client sees it."""
-        node = extend_sequence(turn.prompt.base, turn.prompt.tokens, sample)
+        base = turn.prompt.base
+        before = turn.generation_params if base is None else base.metadata["generation_params"]
+        # The trainer computes a sequence at its last turn's temperature: masks of turns at another one make no ratio
+        # exact, and the tokens of such turns would be clipped where without masks they are weighted.
+        keeps_masks = before.get("temperature") == turn.generation_params.get("temperature")
+        node = extend_sequence(base, turn.prompt.tokens, sample, keeps_masks=keeps_masks)
         node.ended = self._has_end_token(sample, turn.sampling)
         body = sample.tokens[:-1] if node.ended else sample.tokens
         special = not self._codec.special_ids.isdisjoint(body)

@@ -197,12 +197,13 @@ async def test_servers_of_the_atropos_protocol_are_read_as_well(tokenizer):
     assert "compact" not in fake.requests[0]
 
 
-async def test_greedy_samples_are_refused_for_training_and_allowed_for_evaluation(tokenizer):
-    """R24: at temperature 0 there is no processed logprob to train on."""
+@pytest.mark.parametrize("temperature", [0, 0.005])
+async def test_greedy_samples_are_refused_for_training_and_allowed_for_evaluation(tokenizer, temperature):
+    """R24: at temperature 0 there is no processed logprob to train on, and vLLM's are for 0.01 where less is asked."""
     session = make_session(scripted(tokenizer, "#### 7"), tokenizer)
-    with pytest.raises(SamplingNotTrainable, match="temperature 0"):
-        await session.chat_completion(messages=[QUESTION], temperature=0)
-    answer = await session.chat_completion(messages=[QUESTION], temperature=0, split="eval")
+    with pytest.raises(SamplingNotTrainable, match=f"temperature {temperature} "):
+        await session.chat_completion(messages=[QUESTION], temperature=temperature)
+    answer = await session.chat_completion(messages=[QUESTION], temperature=temperature, split="eval")
     assert answer.choices[0].message.content == "#### 7"
 
 
@@ -295,6 +296,20 @@ async def test_sampling_masks_stand_at_their_tokens_over_several_turns(tokenizer
     assert node.sampling_masks == masks
     assert any(masks), "a test of empty masks alone would show nothing"
     assert scored_group([node], [1.0])["sampling_masks"] == [masks]
+
+
+async def test_masks_of_a_turn_at_another_temperature_are_left_out_as_its_ratio_is_not_exact(tokenizer):
+    """The trainer computes all turns at the last one's temperature, and clips by the ratio of a token with a mask."""
+    session = make_session(scripted(tokenizer, "35", "7"), tokenizer, **MASKED)
+    await session.chat_completion(messages=[QUESTION], top_p=0.9, temperature=0.7)
+    assert any(session.nodes[0].sampling_masks)
+    before = len(session.nodes[0].tokens)
+    said = [QUESTION, {"role": "assistant", "content": "35"}, QUESTION]
+    await session.chat_completion(messages=said, top_p=0.9, temperature=1.0)
+    (node,) = session.nodes
+    masks = [[] if kept == NOT_TRAINED else mask_of(kept) for kept in node.masked_tokens]
+    assert node.sampling_masks == [[] for _ in range(before)] + masks[before:]
+    assert node.metadata["generation_params"]["truncated_sampling"] is True
 
 
 @pytest.mark.parametrize(
