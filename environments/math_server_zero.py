@@ -72,6 +72,13 @@ class MathZeroEnvConfig(QuestionEnvConfig):
     def _has_no_test_data(self) -> bool:
         return False  # the evaluation sets are the test data, so that no share of the training data is held out
 
+    @field_validator("held_out_share")
+    @classmethod
+    def _holds_out_nothing(cls, share: float) -> float:
+        if share != cls.model_fields["held_out_share"].default:
+            raise ValueError("the evaluation sets are the test data, and nothing is held out; leave it out")
+        return share
+
     @field_validator("eval_sets")
     @classmethod
     def _known(cls, names: list[str]) -> list[str]:

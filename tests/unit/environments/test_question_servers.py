@@ -306,6 +306,13 @@ def test_an_unknown_evaluation_set_is_refused_with_those_there_are():
         MathZeroEnvConfig(eval_sets=["aime"])
 
 
+def test_a_share_to_hold_out_is_refused_where_nothing_is_held_out():
+    """It was accepted and had no effect."""
+    with pytest.raises(ValueError, match=r"held_out_share[\s\S]*nothing is held out"):
+        MathZeroEnvConfig(held_out_share=0.2)
+    assert MathZeroEnvConfig(**MathZeroEnvConfig().model_dump()) == MathZeroEnvConfig()
+
+
 async def test_with_data_to_train_on_alone_some_of_it_is_held_out(make):
     env, _ = await make(GSM8kEnv, [RIGHT], val_data_path=None, steps_per_eval=50)
     (held_out,) = env.held_out
