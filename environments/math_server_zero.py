@@ -164,9 +164,10 @@ class MathZeroEnv(QuestionEnv):
 
     @property
     def longest_evaluated(self) -> int:
-        """The length curriculum's limit at this step, which holds for rollouts too."""
+        """The length curriculum's limit at this step, which holds for rollouts too; outside a run there is no step."""
         config = self.config
-        progress = min(1.0, self.curr_step / config.total_steps) if config.total_steps > 0 else 1.0
+        in_a_run = config.total_steps > 0 and not self.evaluation_only
+        progress = min(1.0, self.curr_step / config.total_steps) if in_a_run else 1.0
         start = min(config.start_tok_length, config.max_token_length)
         return start + int((config.max_token_length - start) * progress)
 

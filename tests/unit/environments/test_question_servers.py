@@ -265,6 +265,8 @@ async def test_answers_may_become_longer_over_the_run(make):
     assert env.answer_limit(60) == 239
     with record_samples("eval"):
         assert env.answer_limit(60) == 440
+    env.curr_step, env.evaluation_only = 0, True
+    assert env.longest_evaluated == 500, "`evaluate` measured with the limit of the first step"
 
 
 async def test_messages_of_math_part_at_the_reasoning(make):
