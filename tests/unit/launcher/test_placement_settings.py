@@ -59,6 +59,7 @@ def test_an_address_that_may_name_another_cluster_is_refused_with_the_reason(add
         (("--vllm.port", "9001"), "name a port of one machine"),
         (("--api.host", "127.0.0.1"), "which other nodes do not reach"),
         (("--vllm.host", "localhost"), "which other nodes do not reach"),
+        (("--atropos-url", "http://localhost:8000"), "programs on other nodes find no broker"),
     ],
 )
 def test_settings_of_one_machine_are_refused_as_soon_as_by_the_dry_run(flags, told) -> None:
