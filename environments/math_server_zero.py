@@ -72,6 +72,13 @@ class MathZeroEnvConfig(QuestionEnvConfig):
     def _has_no_test_data(self) -> bool:
         return False  # the evaluation sets are the test data, so that no share of the training data is held out
 
+    @field_validator("held_out_share")
+    @classmethod
+    def _holds_out_nothing(cls, share: float) -> float:
+        if share != cls.model_fields["held_out_share"].default:
+            raise ValueError("the evaluation sets are the test data, and nothing is held out; leave it out")
+        return share
+
     @field_validator("eval_sets")
     @classmethod
     def _known(cls, names: list[str]) -> list[str]:
@@ -157,9 +164,10 @@ class MathZeroEnv(QuestionEnv):
 
     @property
     def longest_evaluated(self) -> int:
-        """The length curriculum's limit at this step, which holds for rollouts too."""
+        """The length curriculum's limit at this step, which holds for rollouts too; outside a run there is no step."""
         config = self.config
-        progress = min(1.0, self.curr_step / config.total_steps) if config.total_steps > 0 else 1.0
+        in_a_run = config.total_steps > 0 and not self.evaluation_only
+        progress = min(1.0, self.curr_step / config.total_steps) if in_a_run else 1.0
         start = min(config.start_tok_length, config.max_token_length)
         return start + int((config.max_token_length - start) * progress)
 

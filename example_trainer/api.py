@@ -28,7 +28,17 @@ from atropos_api.common.files import write_whole
 from atropos_api.wire import Batch, PolicyUpdate, RunInfo, RunRequest, ServerSet
 from atropos_api.wire.columns import MAGIC, pack_body
 from atropos_api.wire.columns_groups import NotColumnar, decode_batch, encode_group
-from example_trainer.errors import BadBatch, BatchTimeout, MissingLogprobs, NotWritten, RanksFailed, TrainerError
+from example_trainer.errors import (
+    BadBatch,
+    BatchTimeout,
+    MissingLogprobs,
+    NotWritten,
+    PublishFailed,
+    RanksFailed,
+    ServerExited,
+    TrainerError,
+    WaitTimedOut,
+)
 
 SUFFIX = ".atb"
 
@@ -294,7 +304,7 @@ class BatchFeed(Generic[ResultT]):
 
 
 def ends_batches(error: Exception) -> bool:
-    """Return True for an error that comes in place of a batch, between two changes of the weights.
+    """Return True for an error that comes in place of a batch or of a publish, between two changes of the weights.
 
     The batches since the last checkpoint may be gone with their broker; with --checkpoint-interval 0 those of all steps
     are. A broker that has lost its store does not know the run.
@@ -302,4 +312,7 @@ def ends_batches(error: Exception) -> bool:
     if isinstance(error, RanksFailed):
         return error.ends_batches
     is_forgotten = isinstance(error, BrokerRefused) and error.kind == "unknown-run"
-    return is_forgotten or is_outage(error) or isinstance(error, BadBatch | BatchTimeout | MissingLogprobs)
+    no_publish = isinstance(error, PublishFailed | ServerExited | WaitTimedOut)
+    return (
+        is_forgotten or no_publish or is_outage(error) or isinstance(error, BadBatch | BatchTimeout | MissingLogprobs)
+    )

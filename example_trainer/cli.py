@@ -31,7 +31,7 @@ from atropos_api.common.option_flags import named_in
 from atropos_api.common.secrets import TokenSource, public_settings, redact_text
 from atropos_api.common.tracing import open_tracing
 from example_trainer.config import TrainingConfig, settings_from
-from example_trainer.errors import STOPPED_BY_HEALTH
+from example_trainer.errors import STOPPED_BY_HEALTH, WaitTimedOut
 from example_trainer.launcher.base_model import refuse_missing_layers, require_model
 from example_trainer.launcher.run_dir import provenance, reporting_flag, require_writable, write_json
 from example_trainer.launcher.run_file import trainer_settings
@@ -245,8 +245,10 @@ def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks, logs
             stop.training = True
             finished = trainer.train()
     except AtroposError as error:
-        # A first start that no broker answers may have a wrong address; of a run that goes on, the address was right.
-        if not is_outage(error) or (session.begun is None and config.resume is None):
+        # A first start that nothing answers may have a wrong address; of a run that goes on, the address was right.
+        waited = isinstance(error, WaitTimedOut)  # for an inference server
+        was_there = stop.training if waited else session.begun is not None
+        if not (waited or is_outage(error)) or not (was_there or config.resume is not None):
             raise
         sys.stderr.write(f"{PROG}: error: {redact_text(str(error))}\n")
         finished = False

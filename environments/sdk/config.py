@@ -240,6 +240,8 @@ def read_schedule(text: str) -> list[tuple[int, int]]:
         raise ValueError(f"{text!r} is not a schedule; write pairs of step and size, as 0:8,100:4") from None
     if any(step < 0 or value < 1 for step, value in pairs):
         raise ValueError(f"{text!r}: steps begin at 0 and sizes at 1")
+    if len({step for step, _ in pairs}) < len(pairs):
+        raise ValueError(f"{text!r} gives one step two sizes; give each step one")
     return sorted(pairs)
 
 

@@ -68,8 +68,9 @@ These are the codes of `atropos-grpo`; `atropos-grpo-run` returns its 2 and 3, a
 | 0 | the last step was reached |
 | 2 | it cannot start or continue; one line says why and what to change |
 | 3 | a sign of trouble ended the run (`--stop-on`); a checkpoint was written |
-| 75 | it lost its broker (unreachable, or answering 5xx), or found none when it was to go on; `--resume auto` goes on \
-from the newest checkpoint, and `atropos-grpo-run` does so by itself as long as it may restart the trainer |
+| 75 | it lost its broker (unreachable, or answering 5xx) or its inference server (away for `--wait-timeout`), or \
+found none when it was to go on; `--resume auto` goes on from the newest checkpoint, and `atropos-grpo-run` does so by \
+itself as long as it may restart the trainer |
 | 128 + n | signal n ended it; after SIGTERM, SIGINT or SIGHUP a checkpoint was written for `--resume auto` |
 """
 

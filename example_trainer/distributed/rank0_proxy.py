@@ -108,7 +108,13 @@ class RankedBridge(WeightBridge):
     def prepare(self) -> Policy:
         from example_trainer.model import load_policy
 
-        self._policy = load_policy(self._options) if self._inner is None else self._inner.prepare()
+        if self._inner is None:
+            self._policy = load_policy(self._options)
+        if self._options.sharding is not None:  # all ranks load together, so nothing can be told meanwhile
+            self._policy = self._policy or self._main.prepare()
+        else:
+            self._ranks.on_main(self._prepare_main)
+        assert self._policy is not None
         if self._by_bucket and self._inner is None:
             self._source = WeightSource(self._policy)
         if not self._policy.is_sharded:
@@ -138,6 +144,10 @@ class RankedBridge(WeightBridge):
     def close(self) -> None:
         if self._inner is not None:
             self._inner.close()
+
+    def _prepare_main(self) -> None:
+        """Prepare rank 0's bridge: the others are told if its server refuses, or does not come."""
+        self._policy = self._main.prepare()
 
     def _call_main(self, call: Callable[[WeightBridge], AnswerT]) -> AnswerT:
         return self._ranks.on_main(lambda: call(self._main))

@@ -135,6 +135,8 @@ def fit_to_gpu(settings: RunSettings) -> tuple[RunSettings, str | None]:
     given = _memory_settings(settings.section("vllm")) if config.servers_outlive_publish else {}
     starts_server = not config.remote_servers and config.local_servers > 0 and "gpu_memory_utilization" not in given
     servers = _server_shares(settings, divides=starts_server)
+    if settings.placement.gives_whole_gpus:
+        given["start_vllm"] = "never"  # as far as the trainer's GPU is concerned: each server has another one
     choice = preflight(with_changes(config, given), starts_server=starts_server, servers=servers)
     return replace(settings, trainer=with_changes(config, choice.changes)), choice.sentence
 

@@ -223,18 +223,33 @@ def fillable_batches(group_sizes: Iterable[int], largest: int) -> frozenset[int]
 
 def require_fillable(environments: Sequence[EnvironmentSettings], flags: Mapping[str, Any], batch: int) -> None:
     """Raise `ConfigError` if the group sizes that files and flags give to every environment never fill a batch."""
-    given = [{**entry.env, **flags} for entry in environments]
-    sizes = [str(env.get("group_size", "")) for env in given]
-    if any(env.get("group_size_schedule") or not size.isdecimal() for env, size in zip(given, sizes, strict=True)):
-        return  # the environment checks its own settings, and `atropos doctor` asks it for a default
-    known = {int(size) for size in sizes}
-    if known and 0 not in known and batch not in fillable_batches(known, batch):
-        shown = " and ".join(map(str, sorted(known)))
-        raise ConfigError(
-            f"groups of {shown} (--env.group_size) never fill a batch of {batch} sequences, so that no step would "
-            "begin; take a group size that divides --batch-size x --gradient-accumulation-steps (or "
-            "--rollout-batch-size), or another batch"
-        )
+    given = [_sizes_by_step({**entry.env, **flags}) for entry in environments]
+    for start in sorted({step for sizes in given for step in sizes}):
+        known = {sizes[max(step for step in sizes if step <= start)] for sizes in given}
+        # A size that is not known is the environment's own: `atropos doctor` asks for it.
+        if known and known.isdisjoint({0, None}) and batch not in fillable_batches(filter(None, known), batch):
+            shown = " and ".join(str(size) for size in sorted(filter(None, known)))
+            by = f"--env.group_size_schedule from step {start} on" if start else "--env.group_size"
+            raise ConfigError(
+                f"groups of {shown} ({by}) never fill a batch of {batch} sequences, so that no step would begin; take "
+                "a group size that divides --batch-size x --gradient-accumulation-steps (or --rollout-batch-size), or "
+                "another batch"
+            )
+
+
+def _sizes_by_step(env: Mapping[str, Any]) -> dict[int, int | None]:
+    """Return an environment's group sizes by the step from which they hold; None for one that is not known here.
+
+    The environment refuses a schedule that it cannot read by itself.
+    """
+    first = str(env.get("group_size", ""))
+    sizes: dict[int, int | None] = {0: int(first) if first.isdecimal() else None}
+    for pair in filter(None, str(env.get("group_size_schedule") or "").split(",")):
+        step, _, size = (part.strip() for part in pair.partition(":"))
+        if not (step.isdecimal() and size.isdecimal()):
+            return {0: None}
+        sizes[int(step)] = int(size)
+    return sizes
 
 
 def with_secrets(servers: Any, secret: Mapping[str, Any]) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 
 from atropos_api.common import wandb_run
 from atropos_api.common.cliconfig import merge
-from atropos_api.common.control_groups import usable_cores
 from atropos_api.common.secrets import redact
 from example_trainer.launcher.endpoints import Endpoints, differing, servers_on_one_gpu
 from example_trainer.launcher.environment_settings import EnvironmentSettings, program_of, with_secrets
@@ -31,7 +30,7 @@ from example_trainer.options.server import server_settings
 from example_trainer.options.training_options import TrainingOptions
 from example_trainer.options.vllm_settings import MEMORY_SETTINGS
 from example_trainer.options.without_effect import SERVER_FIELDS
-from example_trainer.processes.child import ChildSpec
+from example_trainer.processes.child import ChildSpec, thread_limit
 from example_trainer.processes.gpus import gpu_names
 from example_trainer.processes.ports import LOOPBACK
 from example_trainer.processes.tree import python_path
@@ -42,7 +41,6 @@ BROKER, VLLM, TRAINER, FINAL_SERVER = "broker", "vllm", "trainer", "vllm-final"
 
 LATEST_CHECKPOINT = "latest"
 SERVED_DTYPE_NAMES = ("float32", "bfloat16", "float16")
-MANY_CORES = 8
 
 _AS_TEACHER = {"weight_bridge_mode": "none", "vllm_tensor_parallel_size": 1, "vllm_quantization": None}
 
@@ -286,7 +284,7 @@ class ProgramBuilder:
 
     def _cache(self, config: TrainingOptions, share: float, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the size of a server's cache if its GPU is not its own, unless the server's own settings decide."""
-        if not MEMORY_SETTINGS.isdisjoint(given):
+        if not MEMORY_SETTINGS.isdisjoint(given) or self.settings.placement.gives_whole_gpus:
             return {}
         beside_teacher = self.teacher is not None and self.teacher.gpu is None
         beside_server = beside_teacher or servers_on_one_gpu(self.settings.trainer) > 1
@@ -333,9 +331,8 @@ class ProgramBuilder:
 
     def _environment(self) -> dict[str, str]:
         own = {"PYTHONPATH": python_path(), "ATROPOS_BRIDGE_TOKEN": self.bridge_token, **self.broker_token}
-        if usable_cores() <= MANY_CORES:
-            # OpenMP threads of several programs spin against each other when cores are few.
-            own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        if not self.settings.placement.is_ray:  # else the cores of each program's node decide, in its seat
+            own |= thread_limit()
         teacher = None if self.teacher is None else self.teacher.model_name
         models = (self.model, teacher, self.settings.trainer.ref_model)
         if all(Path(model).is_dir() for model in models if model is not None):

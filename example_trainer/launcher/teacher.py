@@ -8,7 +8,7 @@ launcher's own and no environment sees them: `gpu`, and `vllm`, which holds the 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +98,20 @@ def check_teacher(settings: RunSettings) -> None:
             f"teacher: it has no server{next(misspelt, '')}; name one with --teacher.base_url, or the model of a new "
             f"one with {MODEL_FLAG}"
         )
+    if "model_name" in given and "base_url" not in given:
+        _refuse_second(without, files)
+
+
+def _refuse_second(entries: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for an environment that describes a teacher's server of its own: one is started for all."""
+    for entry in entries:
+        for name in ("model_name", *LAUNCHERS_OWN):
+            if entry.get(name) != common.get(name):
+                raise ConfigError(
+                    f"environments: teacher.{name} {json.dumps(redact(entry.get(name)), default=str)}: the launcher "
+                    "starts one teacher, that of the section teacher:; start this one by itself, and name it there "
+                    "with base_url"
+                )
 
 
 def _refuse_unlearnt(config: RunConfig) -> None:

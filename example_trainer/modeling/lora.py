@@ -133,17 +133,19 @@ def inject(module: nn.Module, options: AdapterOptions) -> Adapter:
     linear = _linear_modules(module)
     chosen = set(linear)
     layers: dict[str, Any] = {}
+    where = ""
     if options.layer_indices is not None:
         blocks = chosen_blocks([f"{path}." for path in linear], options.layer_indices, flag=LAYER_FLAG)
         chosen = {path for path in linear if block_index(path + ".") in blocks}
         pattern = block_list_name(next(iter(chosen)) + ".")
         layers = {"layers_to_transform": sorted(blocks), "layers_pattern": pattern}
+        where = f" in {LAYER_FLAG} {options.layer_indices}"
     module.requires_grad_(False)
     config = peft.LoraConfig(
         r=options.r,
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
-        target_modules=resolve_targets(options.target_modules, sorted(linear)),
+        target_modules=resolve_targets(options.target_modules, sorted(chosen), where),
         fan_in_fan_out=any(type(layer).__name__ == "Conv1D" for layer in linear.values()),
         task_type="CAUSAL_LM",
         **layers,
@@ -152,8 +154,11 @@ def inject(module: nn.Module, options: AdapterOptions) -> Adapter:
     return Adapter(module, config)
 
 
-def resolve_targets(wanted: Sequence[str], linear: Sequence[str]) -> list[str]:
-    """Return the path endings of the model's linear modules that `wanted` (names, endings, presets) selects."""
+def resolve_targets(wanted: Sequence[str], linear: Sequence[str], where: str = "") -> list[str]:
+    """Return the path endings of the linear modules that `wanted` (names, endings, presets) selects.
+
+    `where` says for messages which part of the model has these modules.
+    """
     endings: set[str] = set()
     for target in wanted:
         if target in ADAPTER_PRESETS:
@@ -165,8 +170,9 @@ def resolve_targets(wanted: Sequence[str], linear: Sequence[str]) -> list[str]:
         if not found:
             names = ", ".join(sorted({path.rpartition(".")[2] for path in linear}))
             raise AdapterUnavailable(
-                f"--lora-target-modules {target}: this model has no such linear module; it has {names}, and the "
-                f"presets are {', '.join(ADAPTER_PRESETS)}; experts that a layer keeps in one tensor take no adapter"
+                f"--lora-target-modules {target}: this model has no such linear module{where}; it has {names}, and "
+                f"the presets are {', '.join(ADAPTER_PRESETS)}; experts that a layer keeps in one tensor take no "
+                "adapter"
             )
     return sorted(endings)
 

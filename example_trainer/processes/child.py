@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from atropos_api.common.control_groups import usable_cores
 from example_trainer.errors import TrainerError
 from example_trainer.processes import die_with_parent
 from example_trainer.processes.cleanup import SharedMemoryLedger
@@ -34,6 +35,15 @@ from example_trainer.processes.tree import end_processes, is_alive, open_process
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
+MANY_CORES = 8
+
+
+def thread_limit() -> dict[str, str]:
+    """Return the variable that limits the OpenMP threads of a program on a machine with few cores; else nothing.
+
+    There the threads of several programs spin against each other.
+    """
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if usable_cores() <= MANY_CORES else {}
 
 
 def spawn(

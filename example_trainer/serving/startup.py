@@ -158,7 +158,13 @@ def check_adapters(config: ServerConfig, *, on_gpu: bool) -> None:
 
 
 def check_publishable(config: ServerConfig, environ: Mapping[str, str]) -> None:
-    """Refuse to wait for a policy that no trainer can publish to this server."""
+    """Refuse to wait for a policy that no trainer can publish to this server, or beside one to serve at once."""
+    for name, value in (("--policy-version", config.policy_version), ("--adapter", config.adapter)):
+        if config.await_policy and value is not None:
+            raise CannotServe(
+                f"{name} {value} is served from the start, and --await-policy serves nothing before a trainer's first "
+                "publish; leave out one of the two"
+            )
     if config.awaits_policy(environ) and config.pipeline_parallel_size > 1:
         raise CannotServe(
             f"--pipeline-parallel-size {config.pipeline_parallel_size} cannot be combined with --await-policy: each "

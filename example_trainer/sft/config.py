@@ -174,7 +174,7 @@ class SftConfig(
 def _reason_to_refuse(config: SftConfig) -> str | None:
     """Return the first reason why these settings cannot work together, or None."""
     if not config.use_lora:
-        for name in ADAPTER_SETTINGS:
+        for name in (*ADAPTER_SETTINGS, "merge_adapter"):
             if getattr(config, name) != SftConfig.model_fields[name].default:
                 return f"{flag(name)} {getattr(config, name)} is a setting of an adapter; add --use-lora"
     elif config.train_layer_indices is not None:

@@ -21,7 +21,7 @@ from atropos_api.common.secrets import public_settings
 from atropos_api.common.tracing import Span, current_span
 from example_trainer.api import BackgroundCall, BrokerSession, ends_batches
 from example_trainer.checkpointing import note_begun, remembered
-from example_trainer.errors import CheckpointError, RanksFailed, WaitStopped
+from example_trainer.errors import CheckpointError, PublishFailed, RanksFailed, WaitStopped, WaitTimedOut
 from example_trainer.modeling.side_streams import SideStream
 from example_trainer.state import ObjectiveState, Phases, Progress, RandomState, TrainerState, random_state
 from example_trainer.step.save import save_from_all_ranks
@@ -128,13 +128,16 @@ class PostStep:
         return True
 
     def keep_steps(self, error: AtroposError) -> None:
-        """Write a checkpoint of the last step if the run ends with an error that came in place of a batch.
+        """Write a checkpoint of the last step if the run ends with an error that came in place of a batch or a publish.
 
         Nothing is committed: the broker may be gone. A disk that is full hides no other error. Of several ranks each
         has a part of the checkpoint, and one that has failed alone leaves the others waiting elsewhere.
         """
         if not ends_batches(error) or not self._learner.ranks.have_heard(error):
             return
+        lost_server = isinstance(error, PublishFailed | WaitTimedOut)
+        if lost_server and self._config.steps_served_weights and self._learner.policy.device.type == "cuda":
+            return  # the weights existed only in that server's memory
         with suppress(AtroposError):
             self.join()  # a publish reads the weights
         if self._progress.step in (0, self._progress.checkpointed):

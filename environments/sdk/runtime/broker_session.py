@@ -60,10 +60,14 @@ class BrokerConnection:
         self._queue: deque[tuple[Group, GroupKey | None, str | None]] = deque()
         self._adoptions = 0
 
-    async def register(self) -> EnvironmentInfo:
-        """Wait for the broker and register, or register again after the broker has forgotten this environment."""
+    async def register(self, group_size: int | None = None) -> EnvironmentInfo:
+        """Wait for the broker and register, or register again after the broker has forgotten this environment.
+
+        Without `group_size` it is the last one again.
+        """
         from atropos_api.client import is_outage
 
+        self._request.group_size = group_size or self._request.group_size
         wait = Wait(self._wait_timeout_seconds)
         while True:
             await self._client.wait_until_ready(self._wait_timeout_seconds, logger.info)

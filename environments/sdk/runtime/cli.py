@@ -11,6 +11,7 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -232,6 +233,8 @@ def _require_trainable(servers: Sequence[APIServerConfig]) -> None:
 
 Verb = Literal["serve", "process", "evaluate", "validate"]
 
+OPEN_FILES = 65_536
+"""Files and connections that an environment may have open, where the system allows so many."""
 CLOSING_SECONDS = 10.0
 """Time that closing files and writing the page of `process` may take after a signal."""
 
@@ -239,6 +242,7 @@ CLOSING_SECONDS = 10.0
 def run(verb: Verb, make_env: Callable[[], Environment]) -> int:
     """Make the environment, run the verb and return the exit code. Of several errors the first is raised."""
     with listen_for_stop() as stop:
+        allow_open_files()
         env = make_env()
 
         async def run_and_close() -> int:
@@ -330,6 +334,14 @@ async def _unless_stopped(work: Coroutine[Any, Any, int | None], stop: StopReque
 
 
 GC_THRESHOLD = 50_000  # more than the rollouts in flight hold: with 700 they would be scanned all the time
+
+
+def allow_open_files() -> None:
+    """Raise the soft limit on open files, usually 1,024: at each inference server 512 requests may be in flight."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def collect_rarely() -> None:

@@ -125,7 +125,7 @@ class EnvironmentWorker:
         await prepare(self._env)
         await self._env.setup()
         self._first_size = self._env.config.group_size  # the schedule replaces it from now on
-        info = await self._broker.register()
+        info = await self._broker.register(self._env.config.group_size_at(0, self._first_size))
         logger.info("registered as %s with %s", info.display_name, self._env.config.rollout_server_url)
         self._background = group
         group.start_soon(self._broker.keep_pacing)
@@ -185,7 +185,7 @@ class EnvironmentWorker:
         The run may be another one, which a trainer began while this environment serves, or the same one, which its
         trainer resumed with other settings.
         """
-        info = await self._broker.register()
+        info = await self._broker.register(self._env.config.group_size_at(self._pacing.current_step, self._first_size))
         if self._joined is not None:
             logger.info("the run is %s now; its settings are adopted", info.run_id)
         env, self._joined = self._env, (info.pacing.run_id, info.pacing.epoch)

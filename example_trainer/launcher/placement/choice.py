@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from urllib.parse import urlsplit
 
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.identity import LOOPBACK_NAMES
@@ -47,6 +48,10 @@ def check_fits(settings: RunSettings) -> None:
         "its node": "vllm_port" in config.model_fields_set or "port" in settings.section("vllm"),
         "--api.host and --vllm.host name the loopback interface, which other nodes do not reach; under --placement ray "
         "leave them out": any(str(settings.section(name).get("host")) in LOOPBACK_NAMES for name in ("api", "vllm")),
+        f"--atropos-url {config.atropos_url} names the loopback interface, where programs on other nodes find no "
+        "broker; name an address of its machine": (
+            "atropos_url" in config.model_fields_set and urlsplit(config.atropos_url).hostname in LOOPBACK_NAMES
+        ),
     }
     for sentence, applies in refused.items():
         if applies:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from example_trainer.launcher.placement.roles import ProgramState
 from example_trainer.launcher.supervisor import Supervisor
-from example_trainer.processes.child import ChildSpec
+from example_trainer.processes.child import ChildSpec, thread_limit
 from example_trainer.processes.ports import free_port
 
 FOREIGN_PREFIXES = ("SLURM_", "PMI_", "PMIX_")
@@ -53,7 +53,7 @@ class SeatHost:
             # Orphans are not adopted: Ray kills all children of a process that ends, the guardian among them.
             self._supervisor = Supervisor(self._log_dir, detached=True)
         self._name = spec.name
-        self._supervisor.start(replace(spec, environment={**self._hidden, **spec.environment}))
+        self._supervisor.start(replace(spec, environment={**thread_limit(), **self._hidden, **spec.environment}))
 
     def state(self) -> ProgramState:
         if self._supervisor is None or self._name not in self._supervisor:

@@ -86,6 +86,11 @@ class PlacementSettings(BaseModel):
         host, _, port = (self.address or "").rpartition(":")
         return host.strip("[]"), int(port)
 
+    @property
+    def gives_whole_gpus(self) -> bool:
+        """True if no two programs are on one GPU: a cluster gives each its own, unless a part of one is asked for."""
+        return self.is_ray and not any(0 < (seat.gpus or 0) < 1 for seat in (self.vllm, self.trainer))
+
     def describe(self) -> str:
         return f"placement: {self.kind}" + (f" at {self.address}" if self.is_ray else "")
 

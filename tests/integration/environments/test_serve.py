@@ -389,6 +389,14 @@ async def test_before_the_first_step_of_a_schedule_the_group_size_is_the_one_tha
     assert {len(group.tokens) for group in batches[0].groups} == {16}
 
 
+async def test_the_broker_is_told_the_size_of_a_schedule_and_not_the_one_that_it_replaces(tokenizer_folder):
+    """Groups of 5 never fill 32 sequences, so the broker paused an environment whose groups had 8, for ever."""
+    fake = make_fake()
+    env = make_env(fake, tokenizer_folder, group_size=5, group_size_schedule="0:8")
+    batches = await serve_and_train(env, fake, steps=2, batch_size=32)
+    assert {len(group.tokens) for batch in batches for group in batch.groups} == {8}
+
+
 async def test_a_run_whose_groups_all_score_alike_says_so_at_the_broker_and_in_the_log(tokenizer_folder, caplog):
     class Hopeless(ArithmeticEnv):
         async def score_answer(self, item, text):

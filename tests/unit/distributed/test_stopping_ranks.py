@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from atropos_api.client import BrokerUnreachable
 from atropos_api.common.errors import AtroposError
+from example_trainer import model
 from example_trainer.api import ends_batches
 from example_trainer.config import TrainingConfig
+from example_trainer.distributed.rank0_proxy import RankedBridge
 from example_trainer.distributed.ranks import Ranks
+from example_trainer.errors import CannotSwap
+from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.monitoring.trackers import RunTrackers
 from example_trainer.trainers import Trainer
 
@@ -108,3 +113,25 @@ def lose_the_broker(ranks: Ranks) -> list[Any]:
 def test_after_an_outage_that_rank_0_met_all_ranks_can_still_write_a_checkpoint_together(tmp_path: Path) -> None:
     """A run of several processes with --checkpoint-interval 0 lost all of its steps."""
     assert run_ranks(2, tmp_path / "meeting", lose_the_broker) == [[True, True, [0, 1]]] * 2
+
+
+def prepare_adapters(ranks: Ranks) -> str:
+    """Return the error of this rank, if rank 0's server takes no adapters."""
+
+    def refuse() -> None:
+        raise CannotSwap("the server takes no adapters")
+
+    model.load_policy = lambda _: SimpleNamespace(is_sharded=False)
+    inner: Any = SimpleNamespace(prepare=refuse) if ranks.is_main else None
+    try:
+        RankedBridge(inner, PolicyOptions(model_name="m"), ranks).prepare()
+    except AtroposError as error:
+        return str(error)
+    return "none"
+
+
+def test_the_others_are_told_that_rank_0s_server_is_unfit(tmp_path: Path) -> None:
+    """They waited for its weights until it had ended, and then with a traceback that hid the reason."""
+    own, told = run_ranks(2, tmp_path / "meeting", prepare_adapters)
+    assert own == "the server takes no adapters"
+    assert told == f"rank 0 has failed, so rank 1 stops too: CannotSwap: {own}"

@@ -12,7 +12,7 @@ from environments.gsm8k_server import GSM8kEnv
 from environments.math_server_zero import EVAL_SETS, STOPS, MathZeroEnv, MathZeroEnvConfig
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import ItemDropped
-from environments.sdk.runtime.commands import evaluate_alone, process, validate
+from environments.sdk.runtime.commands import evaluate_alone, prepare, process, validate
 from environments.sdk.server_manager import ServerManager
 from environments.sdk.session.tokens_and_masks import record_samples
 from environments.sdk.testing import FakeInference, InProcess
@@ -265,6 +265,8 @@ async def test_answers_may_become_longer_over_the_run(make):
     assert env.answer_limit(60) == 239
     with record_samples("eval"):
         assert env.answer_limit(60) == 440
+    env.curr_step, env.evaluation_only = 0, True
+    assert env.longest_evaluated == 500, "`evaluate` measured with the limit of the first step"
 
 
 async def test_messages_of_math_part_at_the_reasoning(make):
@@ -304,6 +306,21 @@ async def test_math_validates_its_rewards(make, capsys):
 def test_an_unknown_evaluation_set_is_refused_with_those_there_are():
     with pytest.raises(ValueError, match="unknown evaluation sets: aime; known are aime_2024"):
         MathZeroEnvConfig(eval_sets=["aime"])
+
+
+def test_a_share_to_hold_out_is_refused_where_nothing_is_held_out():
+    """It was accepted and had no effect."""
+    with pytest.raises(ValueError, match=r"held_out_share[\s\S]*nothing is held out"):
+        MathZeroEnvConfig(held_out_share=0.2)
+    assert MathZeroEnvConfig(**MathZeroEnvConfig().model_dump()) == MathZeroEnvConfig()
+
+
+async def test_late_members_are_said_to_be_of_no_effect_where_a_group_is_collected_as_one(make, caplog):
+    """The option was accepted by each of our environments, and nothing was redrawn."""
+    for chosen in ("wait", "redraw"):
+        env, _ = await make(GSM8kEnv, [RIGHT], late_members=chosen)
+        await prepare(env, needs_tokenizer=False)
+    assert [record.args for record in caplog.records if "late_members" in record.msg] == [("redraw", "GSM8kEnv")]
 
 
 async def test_with_data_to_train_on_alone_some_of_it_is_held_out(make):

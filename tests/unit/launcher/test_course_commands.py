@@ -139,10 +139,13 @@ def test_what_of_a_preset_fits_no_environment_of_the_launch_is_said() -> None:
         ("--group-size 7 --rollout-batch-size 56", False),
         ("--group-size 7 --atropos-url http://localhost:8000", False),
         ("--group-size 7 --env.group_size_schedule 0:8", False),
+        ("--env.group_size_schedule 0:8,50:4", False),
+        ("--env.group_size_schedule 0:8,50:6", True),
+        ("--group-size 7 --env.group_size_schedule 50:8", True),
     ],
 )
 def test_a_batch_that_whole_groups_never_fill_is_refused_before_anything_starts(argv: str, refused: bool) -> None:
-    """Such a run waited for its first batch until --batch-timeout."""
+    """Such a run waited for its first batch, or the first one after a change of the size, until --batch-timeout."""
     settings = read_settings(
         ["--model-name", "m", "--preset", "cs336", "--env.server", "gsm8k_server.py", *argv.split()]
     )

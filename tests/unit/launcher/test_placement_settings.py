@@ -9,13 +9,20 @@ import pytest
 import yaml
 
 from atropos_api.common.cliconfig import ConfigError
-from example_trainer.launcher.endpoints import EVERY_ADDRESS, broker_token, save_own_token, settle_endpoints
+from example_trainer.launcher.endpoints import (
+    EVERY_ADDRESS,
+    broker_token,
+    fit_to_gpu,
+    save_own_token,
+    settle_endpoints,
+)
 from example_trainer.launcher.placement.choice import open_placement, passed_variables, roles_of
 from example_trainer.launcher.placement.settings import PlacementSettings
 from example_trainer.launcher.plan import make_plan
 from example_trainer.launcher.preflight import plan_launch
 from example_trainer.launcher.run_dir import RunDir
 from example_trainer.launcher.run_file import RunSettings, read_settings
+from example_trainer.memory.preflight import Choice, serves_on
 
 FITS = ("--registered-servers", "--weight-bridge-mode", "lora_only", "--device", "cpu")
 RAY = ("--placement", "ray", "--placement-address", "127.0.0.1:6379")
@@ -52,6 +59,7 @@ def test_an_address_that_may_name_another_cluster_is_refused_with_the_reason(add
         (("--vllm.port", "9001"), "name a port of one machine"),
         (("--api.host", "127.0.0.1"), "which other nodes do not reach"),
         (("--vllm.host", "localhost"), "which other nodes do not reach"),
+        (("--atropos-url", "http://localhost:8000"), "programs on other nodes find no broker"),
     ],
 )
 def test_settings_of_one_machine_are_refused_as_soon_as_by_the_dry_run(flags, told) -> None:
@@ -139,6 +147,30 @@ def test_the_programs_are_those_of_a_local_run_but_for_addresses(tmp_path: Path,
             assert {key for key in held | other if held.get(key) != other.get(key)} <= addresses | shares, path
     served = there.settings_of("vllm-2")["vllm"]
     assert (served["host"], served["port"]) == (EVERY_ADDRESS, 0)
+    assert not any("OMP_NUM_THREADS" in spec.environment for spec in there.children), "each node has its own cores"
+
+
+@pytest.mark.parametrize(
+    ("placed", "has_its_own"), [(None, False), ("{vllm: {gpus: 2}}", True), ("{vllm: {gpus: 0.5}}", False)]
+)
+def test_a_server_that_is_placed_on_gpus_of_its_own_takes_nothing_of_the_trainers(
+    tmp_path: Path, monkeypatch, placed: str | None, has_its_own: bool
+) -> None:
+    """A run that fitted its nodes was refused, as if the server were on the trainer's GPU."""
+    checked = []
+    monkeypatch.setattr(
+        "example_trainer.launcher.endpoints.preflight", lambda config, **_: checked.append(config) or Choice()
+    )
+    monkeypatch.setattr("example_trainer.launcher.programs.cache_on_shared_gpu", lambda *_, **__: 2**30)
+    path = tmp_path / "run.yaml"
+    path.write_text(f"trainer: {{}}\nplacement: {placed or '{}'}\n")
+    flags = ["--model-name", "m", "--registered-servers", "--weight-bridge-mode", "lora_only", "--config", str(path)]
+    settings, _ = fit_to_gpu(read_settings([*flags, *(RAY if placed else ())]))
+    assert serves_on(0, checked[0], {}) is not has_its_own
+    assert settings.trainer.start_vllm == "auto", "the server is started all the same"
+    run = RunDir(root=tmp_path, log_root=tmp_path, attempt=1)
+    served = make_plan(settings, run, settle_endpoints(settings), model="m").settings_of("vllm")["vllm"]
+    assert ("kv_cache_memory_bytes" in served) is not has_its_own
 
 
 def test_a_broker_that_other_machines_reach_has_a_token() -> None:

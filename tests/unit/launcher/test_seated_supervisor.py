@@ -286,6 +286,7 @@ def test_a_launch_without_roles_does_not_wait_for_places(tmp_path: Path) -> None
 def test_the_code_inside_a_seat_runs_a_program_in_the_launcher_s_folder_without_the_variables_of_the_job_around_it(
     tmp_path: Path, monkeypatch
 ) -> None:
+    monkeypatch.setattr("example_trainer.processes.child.usable_cores", lambda: 64)
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir("/")
@@ -304,6 +305,28 @@ def test_the_code_inside_a_seat_runs_a_program_in_the_launcher_s_folder_without_
         host.stop(1.0)
         host.close()
     assert "SLURM_PROCID" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("cores", "passed", "threads"), [(2, {}, "1"), (64, {}, "None"), (2, {"OMP_NUM_THREADS": "4"}, "4")]
+)
+def test_the_cores_of_a_program_s_own_node_decide_its_threads(
+    tmp_path: Path, monkeypatch, cores: int, passed: dict[str, str], threads: str
+) -> None:
+    """Those of the launcher's node did: from a small one, trainers on large nodes got one thread each."""
+    monkeypatch.setattr("example_trainer.processes.child.usable_cores", lambda: cores)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")  # as Ray sets it
+    host = SeatHost(tmp_path, hides_gpus=False, directory=tmp_path)
+    code = "import os; print(os.environ.get('OMP_NUM_THREADS'))"
+    try:
+        host.start(
+            ChildSpec(name="vllm", command=(sys.executable, "-c", code), environment=passed, ends_by_itself=True)
+        )
+        assert wait_until(lambda: host.state().exit_code == 0, 20)
+        assert (tmp_path / "vllm.log").read_text() == f"{threads}\n"
+    finally:
+        host.stop(1.0)
+        host.close()
 
 
 def test_the_guardian_of_a_seat_is_not_a_child_of_it_and_cleans_up_once_the_seat_is_gone(tmp_path: Path) -> None:

@@ -152,6 +152,21 @@ def test_a_teacher_of_one_of_several_environments_needs_a_server_too(tmp_path: P
     assert read_settings([*flags, *NAMED]).environments[0].teacher is not None
 
 
+@pytest.mark.parametrize("own", ["model_name: other/teacher", "gpu: 1", "vllm: {max_num_seqs: 2}"])
+def test_a_second_teacher_is_refused_since_one_server_is_started_for_all(tmp_path: Path, own: str) -> None:
+    """Its model was the first one's, without a word."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "teacher: {model_name: some/teacher}\n"
+        f"environments: [{{file: distill_server.py, teacher: {{{own}}}}}, {{file: distill_server.py, teacher: }}]\n"
+    )
+    flags = ["--model-name", "some/model", "--distill", "forward_kl", "--config", str(path)]
+    with pytest.raises(ConfigError, match=r"environments: teacher\.\w+ .*the launcher starts one teacher"):
+        read_settings(flags)
+    path.write_text(path.read_text().replace(own, "timeout: 9"))
+    assert read_settings([*flags, *NAMED]).environments[0].teacher["timeout"] == 9
+
+
 def test_an_address_with_a_password_is_in_no_record_and_no_command_line(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     url = "http://me:hush-hush@t/v1"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from example_trainer.errors import AdapterUnavailable, BadLayerFilter
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import PolicyOptions
-from example_trainer.modeling.lora import AdapterOptions
+from example_trainer.modeling.lora import AdapterOptions, inject
 from example_trainer.modeling.policy import Policy
 
 TOKENS = torch.arange(3, 43).view(2, 20)
@@ -161,6 +161,17 @@ def test_presets_mean_the_modules_of_that_role_in_every_family(tiny_family, fami
 def test_modules_the_model_does_not_have_are_refused_with_those_it_has(tiny_family):
     with pytest.raises(AdapterUnavailable, match="q_proj: this model has no such linear module; it has c_attn, c_fc"):
         load(tiny_family("gpt2"))
+
+
+def test_modules_that_the_chosen_layers_lack_are_refused_with_those_they_have():
+    """Layers of hybrid models differ. PEFT ended the program with a traceback."""
+    module = torch.nn.Module()
+    module.layers = torch.nn.ModuleList(
+        torch.nn.ModuleDict({name: torch.nn.Linear(2, 2)}) for name in ("in_proj", "q_proj")
+    )
+    told = "q_proj: this model has no such linear module in --lora-layer-indices 0; it has in_proj"
+    with pytest.raises(AdapterUnavailable, match=told):
+        inject(module, AdapterOptions(target_modules=("q_proj",), layer_indices="0"))
 
 
 @pytest.mark.parametrize(("family", "block"), [("llama", "layers.2."), ("gpt2", "h.2.")])

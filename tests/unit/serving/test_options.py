@@ -342,6 +342,14 @@ def test_a_server_whose_workers_have_some_of_the_layers_each_does_not_wait_for_a
     startup.check_publishable(config(**divided), {})
 
 
+@pytest.mark.parametrize("served", [{"policy_version": 3}, {"adapter": Path("adapter"), "enable_lora": True}])
+def test_a_server_does_not_wait_for_a_policy_beside_one_that_it_serves_from_the_start(served):
+    """It answered at once, so `--await-policy` had no effect."""
+    with pytest.raises(CannotServe, match="is served from the start, and --await-policy"):
+        startup.check_publishable(config(await_policy=True, **served), {})
+    startup.check_publishable(config(**served), {"NUM_INFERENCE_NODES": "2"})
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [

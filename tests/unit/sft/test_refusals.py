@@ -51,6 +51,7 @@ BAD_FLAGS = {
     "--eval-steps 5": "add --eval-dataset, or --eval-split 0.05",
     "--lora-r 8": "add --use-lora",
     "--load-in-4bit": "add --use-lora",
+    "--no-merge-adapter": "add --use-lora",
     "--use-lora --train-layer-indices 0-1": "use --lora-layer-indices",
     "--overwrite --resume auto": "give one",
     "--chat-template missing.jinja": "missing.jinja: cannot be read",

@@ -12,7 +12,7 @@ import torch
 from atropos_api.client import BrokerRefused, BrokerUnreachable
 from atropos_api.client.calls import RunSuperseded
 from example_trainer.config import TrainingConfig
-from example_trainer.errors import BatchTimeout, PublishFailed, RanksFailed, WaitStopped
+from example_trainer.errors import BatchTimeout, PublishFailed, RanksFailed, ServerExited, WaitStopped, WaitTimedOut
 from example_trainer.state import Phases, Progress
 from example_trainer.step import post_step as module
 from example_trainer.step.post_step import PostStep
@@ -126,6 +126,32 @@ def test_the_steps_of_a_run_whose_broker_is_gone_are_kept(make, error):
         with pytest.raises(type(error)):
             training_that_ends_with(error, post_step).train()
     assert made == ["save"]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("error", [PublishFailed("no answer"), WaitTimedOut("no server"), ServerExited("it ended")])
+def test_the_steps_of_a_run_whose_inference_server_is_gone_are_kept(make, error, overlaps):
+    """With --checkpoint-interval 0 all of them were lost, though the trainer had their weights."""
+    settings = {"weight_bridge_mode": "shared_vllm", "overlap_publish": overlaps}
+    post_step, made = make(error, checkpoint_interval=0, **settings)
+
+    def train():
+        post_step.start(1)
+        post_step.wait()
+
+    trainer = training_that_ends_with(error, post_step)
+    trainer._train = train
+    with pytest.raises(type(error)):
+        trainer.train()
+    assert made == [("publish", 1), "save"], "nothing is committed: a resume gets the batches that are not covered"
+
+
+def test_weights_that_existed_in_the_memory_of_a_lost_server_alone_are_not_written(make):
+    post_step, made = make(None, weight_bridge_mode="shared_vllm", master_weights="none")
+    post_step._learner.policy.device = torch.device("cuda")
+    with pytest.raises(WaitTimedOut):
+        training_that_ends_with(WaitTimedOut("no server"), post_step).train()
+    assert made == []
 
 
 @pytest.mark.parametrize(("error", "hears"), [(RanksFailed("rank 0 has failed"), True), (NO_MORE[1], False)])

@@ -14,9 +14,10 @@ from atropos_api.common.errors import OUTAGE, AtroposError
 from example_trainer import cli
 from example_trainer.config import TrainingConfig
 from example_trainer.distributed.ranks import Ranks
-from example_trainer.errors import STOPPED_BY_HEALTH, BadBatch
+from example_trainer.errors import STOPPED_BY_HEALTH, BadBatch, PublishFailed, WaitTimedOut
 
 GONE = BrokerUnreachable("Atropos API not reachable")
+NO_SERVER = WaitTimedOut("waited 600 s for the vLLM server")
 
 
 def end_with(
@@ -62,9 +63,23 @@ def test_a_run_that_goes_on_and_finds_no_broker_is_started_again_too(
     assert end_with(GONE, "set_up", tmp_path, monkeypatch, begun=False, resume="auto") == OUTAGE
 
 
+@pytest.mark.parametrize(("method", "resume"), [("train", None), ("set_up", "auto")])
+def test_a_run_whose_inference_server_stays_away_is_started_again_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, resume: str | None
+) -> None:
+    """It ended with 2 while the launcher was about to start the server again."""
+    assert end_with(NO_SERVER, method, tmp_path, monkeypatch, resume=resume) == OUTAGE
+
+
 @pytest.mark.parametrize(
     ("error", "method", "begun"),
-    [(GONE, "set_up", False), (BadBatch("no tokens"), "train", True), (BrokerRefused({}, 409), "train", True)],
+    [
+        (GONE, "set_up", False),
+        (NO_SERVER, "set_up", True),
+        (PublishFailed("the server refuses"), "train", True),
+        (BadBatch("no tokens"), "train", True),
+        (BrokerRefused({}, 409), "train", True),
+    ],
 )
 def test_what_a_new_start_does_not_mend_stays_a_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: AtroposError, method: str, begun: bool

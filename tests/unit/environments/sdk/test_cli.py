@@ -1,5 +1,6 @@
 """The command line of an environment: verbs, precedence, and one line for every mistake."""
 
+import resource
 import subprocess
 import sys
 import time
@@ -15,7 +16,8 @@ from atropos_api.common.errors import Outage
 from environments.arithmetic_server import ArithmeticEnv
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, ServerBaseline
 from environments.sdk.errors import InferenceUnavailable, TokensUnavailable
-from environments.sdk.runtime.cli import read_command, run_verb
+from environments.sdk.runtime import cli
+from environments.sdk.runtime.cli import OPEN_FILES, read_command, run_verb
 from environments.sdk.runtime.commands import NoEvaluation, PathUnusable
 
 SERVER = Path(__file__).parents[4] / "environments" / "arithmetic_server.py"
@@ -223,3 +225,21 @@ def test_a_broker_that_a_new_start_would_not_find_either_is_a_refusal(monkeypatc
     monkeypatch.setattr("environments.sdk.runtime.cli.run", Mock(side_effect=error))
     with pytest.raises(type(error)):
         run_verb(Trained, ["serve", *VLLM])
+
+
+def test_an_environment_may_have_more_connections_than_a_process_begins_with():
+    """With three inference servers the soft limit of 1,024 open files is below the requests that may be in flight."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = []
+
+    def make_env():
+        allowed.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        raise ConfigError("no environment")
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        with pytest.raises(ConfigError):
+            cli.run("serve", make_env)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert allowed == [min(OPEN_FILES, hard)]

@@ -132,6 +132,12 @@ def test_an_invalid_schedule_is_refused_with_the_valid_form(text):
         BaseEnvConfig(group_size_schedule=text)
 
 
+def test_a_schedule_that_gives_a_step_two_sizes_is_refused():
+    """The larger one was taken, in whichever order they stood."""
+    with pytest.raises(ValueError, match="one step two sizes"):
+        BaseEnvConfig(group_size_schedule="0:8,0:4")
+
+
 def of_size(size):
     return to_wire({"tokens": [[5]] * size, "masks": [[5]] * size, "scores": [0] * size}, SampleLog("train"))
 
