@@ -42,8 +42,8 @@ Start it with `run-api`. `/docs` of a running broker shows the routes below and 
   prefetch. `--allowed-origins` names the origins that may call; no other gets CORS headers.
 - Ids identify objects and grant no rights. Environment ids are small integers, as in the Atropos contract; ids of runs
   and holds are random. A caller that has access may use any of them.
-- A HEAD request is answered as a GET without its body; for `/batch`, `/reset_data` and `/v1/batches/{{n}}` it is
-  refused.
+- A HEAD request is answered as a GET without its body; for `/batch`, `/reset_data`, `/v1/batches/{{n}}` and
+  `/v1/backup` it is refused.
 - No part of a request becomes a file path: names, keys and directories are stored as text.
 
 ## What a connection may cost
