@@ -61,8 +61,8 @@ other.
 ERRORS: Final = """\
 The v1 routes answer problem+json; its `type` is `PREFIX` and one of these, `detail` says what was wrong and what to do,
 and `field` and `value` name the place. 503 carries `Retry-After` and means that nothing was kept; only after a failed
-sync (`--fsync always`) it may have been. The Atropos contract answers `{"detail": ...}` with the same statuses, 422 in
-the form that its clients know.
+sync (`--fsync always`) or a lost answer of Redis it may have been. The Atropos contract answers `{"detail": ...}` with
+the same statuses, 422 in the form that its clients know.
 """
 
 
