@@ -42,8 +42,8 @@ Start it with `run-api`. `/docs` of a running broker shows the routes below and 
   prefetch. `--allowed-origins` names the origins that may call; no other gets CORS headers.
 - Ids identify objects and grant no rights. Environment ids are small integers, as in the Atropos contract; ids of runs
   and holds are random. A caller that has access may use any of them.
-- A HEAD request is answered as a GET without its body; for `/batch`, `/reset_data` and `/v1/batches/{{n}}` it is
-  refused.
+- A HEAD request is answered as a GET without its body; for `/batch`, `/reset_data`, `/v1/batches/{{n}}` and
+  `/v1/backup` it is refused.
 - No part of a request becomes a file path: names, keys and directories are stored as text.
 
 ## What a connection may cost
@@ -61,8 +61,8 @@ other.
 ERRORS: Final = """\
 The v1 routes answer problem+json; its `type` is `PREFIX` and one of these, `detail` says what was wrong and what to do,
 and `field` and `value` name the place. 503 carries `Retry-After` and means that nothing was kept; only after a failed
-sync (`--fsync always`) it may have been. The Atropos contract answers `{"detail": ...}` with the same statuses, 422 in
-the form that its clients know.
+sync (`--fsync always`) or a lost answer of Redis it may have been. The Atropos contract answers `{"detail": ...}` with
+the same statuses, 422 in the form that its clients know.
 """
 
 

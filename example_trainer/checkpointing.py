@@ -83,13 +83,22 @@ def save_checkpoint(
 
 
 def link_as_course(root: Path, *, final: str | None = None) -> None:
-    """Link the checkpoints under `root` by the CS336 course's names: checkpoint_step_N, and final_model for `final`."""
-    for link in root.glob(f"{COURSE_PREFIX}*"):
-        if link.is_symlink() and not link.exists():
-            link.unlink()  # its checkpoint was pruned
+    """Link the checkpoints under `root` by the CS336 course's names: checkpoint_step_N, and final_model for `final`.
+
+    Raises `CheckpointError` if a link cannot be made; the checkpoints are whole then.
+    """
     wanted = {COURSE_PREFIX + path.name.removeprefix(PREFIX): path.name for path in list_checkpoints(root)}
-    for name, target in (wanted | ({COURSE_FINAL: final} if final else {})).items():
-        move_link(root / name, target)
+    try:
+        for link in root.glob(f"{COURSE_PREFIX}*"):
+            if link.is_symlink() and not link.exists():
+                link.unlink()  # its checkpoint was pruned
+        for name, target in (wanted | ({COURSE_FINAL: final} if final else {})).items():
+            move_link(root / name, target)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot link the checkpoints by the course's names: {error}; free the space, or remove a directory that "
+            "has such a name, as a copy that follows links makes it"
+        ) from error
 
 
 def find_checkpoint(resume: str | None, root: Path) -> Path | None:

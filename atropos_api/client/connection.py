@@ -120,7 +120,8 @@ def raise_for_problem(response: httpx.Response) -> None:
 def should_retry(call: Call[Any], failure: httpx.Response | httpx.TransportError, *, answered: bool) -> bool:
     """Return True for connection errors and gateway statuses, if the call is repeatable or never reached the broker."""
     if isinstance(failure, httpx.Response):
-        # With 503 the broker itself states that nothing was kept, and with 408 that the request was never whole.
+        # With 408 the broker states that the request was never whole, and with 503 that nothing was kept. After a sync
+        # that failed it may have been: then a run is begun twice, and the second one closes the first.
         return failure.status_code in {408, 503} or (failure.status_code in RETRIED_STATUSES and call.repeatable)
     if isinstance(failure, httpx.UnsupportedProtocol) or find_host_error(failure, answered=answered) is not None:
         return False

@@ -20,7 +20,7 @@ class HeadAsGet:
     """
 
     def __init__(self, app: ASGIApp, *, unsafe: re.Pattern[str] = NO_PATH) -> None:
-        """Keep the arguments; `unsafe` matches the paths whose GET changes something, which a HEAD must not."""
+        """Keep the arguments; `unsafe` matches the paths whose GET changes something or costs much: a HEAD must not."""
         self._app = app
         self._unsafe = unsafe
 

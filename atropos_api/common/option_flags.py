@@ -86,10 +86,10 @@ class Option:
 
     def decode(self, given: object) -> object:
         """Return text as pydantic should see it: `None` for nullable options, a mapping for JSON or KEY=VALUE words."""
-        if self.nullable and given in ("None", ["None"]):
+        while self.nullable and isinstance(given, list) and "None" in given:
+            given = given[given.index("None") + 1 :]  # it takes back what the flag has given before
+        if self.nullable and given in ("None", []):
             return None
-        if self.nullable and self.kind == "list" and isinstance(given, list) and given[0] == "None":
-            given = given[1:]  # a repeated flag
         return _as_mapping(given) if self.kind == "json" and isinstance(given, list) else given
 
 

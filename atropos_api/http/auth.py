@@ -33,6 +33,8 @@ OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/health"})
 CHANGING_GETS: Final = re.compile(r"/(reset_data|batch|v1/batches/.*)/?")
 TOUCHING_GETS: Final = frozenset({"/status-env", "/v1/backup"})
 """GETs that record that an environment is alive, or that cost much; they are refused to the pages of other sites."""
+NO_HEADS: Final = re.compile(rf"{CHANGING_GETS.pattern}|/v1/backup")
+"""GETs that are not made for a HEAD: they change something, or write a backup that nobody would read."""
 
 PREFIX: Final = "/t/"
 ORIGINAL_PATH: Final = "atropos.path"
@@ -134,7 +136,7 @@ class AuthMiddleware:
 
     def __init__(self, app: ASGIApp, guard: RequestGuard) -> None:
         self._app = app
-        self._head_app = HeadAsGet(app, unsafe=CHANGING_GETS)
+        self._head_app = HeadAsGet(app, unsafe=NO_HEADS)
         self._guard = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -235,7 +235,7 @@ class Launch:
 
     def _make_restarts(self, supervisor: Supervisor) -> Restarts:
         config = self.settings.trainer
-        outage_seconds = config.wait_timeout + LONGEST_PAUSE_SECONDS
+        outage_seconds = _longest_wait_seconds(self.settings) + LONGEST_PAUSE_SECONDS
         budget = RestartBudget(
             restarts=config.max_restarts, window_seconds=config.restart_window, outage_seconds=outage_seconds
         )
@@ -334,6 +334,16 @@ class Launch:
                 write_yaml(path, content)
         places = {"placement": supervisor.describe_places()} if self.settings.placement.is_ray else {}
         self.run.write_record({**resolved(self.settings, plan), **places})
+
+
+def _longest_wait_seconds(settings: RunSettings) -> float:
+    """Return the longest time that a program waits for another one; an environment's is its own, as it was given."""
+    flags, usual = settings.flags["env"].values, RunConfig.model_fields["wait_timeout"].default
+    waits = [settings.trainer.wait_timeout]
+    for entry in settings.environments:
+        with contextlib.suppress(TypeError, ValueError):  # what is no number, the environment refuses
+            waits.append(float({"wait_timeout": usual, **entry.env, **flags}["wait_timeout"]))
+    return max(waits)
 
 
 def _lag_of_trainer(snapshot: Snapshot, config: RunConfig) -> tuple[float, str]:

@@ -175,8 +175,8 @@ class Restarts:
         if not child.spec.may_restart or code in EXPLAINED_IN_ONE_LINE:
             return child.spec.why_final
         by_chance = code is None or -code in _OUTSIDE_SIGNALS or code - 128 in _OUTSIDE_SIGNALS
-        killed = by_chance or (code is not None and code < 0)
-        if child.name in never_ready and not killed:
+        killed = by_chance or (code is not None and not 0 <= code <= 128)
+        if child.name in never_ready and not (killed or code == OUTAGE):
             return "it has never been ready, so its settings do not work here"
         if code in (-signal.SIGKILL, 128 + signal.SIGKILL) and self._clock() - self._killed_at <= FREEING_SECONDS:
             return "the kernel has ended a process for lack of memory; see dmesg, and give the run more or ask for less"

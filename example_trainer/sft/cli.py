@@ -22,20 +22,12 @@ from atropos_api.common.secrets import public_settings
 from example_trainer.cli import StopFlag, run_trackers, silence_unused_kernels
 from example_trainer.config import settings_from
 from example_trainer.launcher.base_model import require_model
-from example_trainer.launcher.run_dir import provenance, write_json
 from example_trainer.launcher.run_lock import locked
 from example_trainer.memory.fit import with_changes
 from example_trainer.memory.preflight import preflight
 from example_trainer.options.without_effect import settings_without_effect
 from example_trainer.sft.config import SftConfig
-from example_trainer.sft.output import (
-    CONFIG_FILE,
-    RECORD_KEY,
-    claim_folder,
-    delete_earlier_run,
-    refuse_used_folder,
-    settle_folder,
-)
+from example_trainer.sft.output import claim_folder, refuse_used_folder, settle_folder
 
 if TYPE_CHECKING:
     from example_trainer.distributed.ranks import Ranks
@@ -110,22 +102,14 @@ def _train(config: SftConfig, directory: Path, ranks: Ranks) -> int:
     torch.manual_seed(config.seed)
     directory = ranks.on_main(lambda: directory)
     data = _read(config)
-    record = {RECORD_KEY: public_settings(config), **provenance()}
     stop = StopFlag()
     with ExitStack() as held, stop.listening():
         ranks.on_main(lambda: held.enter_context(locked({"--save-path": directory})))
         ranks.on_main(lambda: claim_folder(directory, model_name=config.model_name, will_delete=config.overwrite))
-
-        def begin() -> None:
-            if config.overwrite:
-                delete_earlier_run(directory)
-            write_json(directory / CONFIG_FILE, record)
-
         tuning = FineTuning(
             config,
             directory,
             data,
-            begin=begin,
             trackers=lambda training: run_trackers(training, writes=ranks.is_main, settings=public_settings(config)),
             should_stop=stop.is_set,
             ranks=ranks,

@@ -24,14 +24,14 @@ from example_trainer.checkpointing import continue_at, find_checkpoint, read_sta
 from example_trainer.config import TrainingConfig
 from example_trainer.distributed.ranks import Ranks
 from example_trainer.errors import CheckpointError
-from example_trainer.launcher.run_dir import write_json
+from example_trainer.launcher.run_dir import provenance, write_json
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import policy_options
 from example_trainer.monitoring.trackers import METRICS_FILE, RunTrackers, Tracker, read_metrics
 from example_trainer.resume_settings import refuse_changed_settings
 from example_trainer.sft.batches import Sample, SampleOrder, make_batch
 from example_trainer.sft.config import SftConfig
-from example_trainer.sft.output import SUMMARY_FILE, finish_model
+from example_trainer.sft.output import CONFIG_FILE, RECORD_KEY, SUMMARY_FILE, delete_earlier_run, finish_model
 from example_trainer.state import TrainerState, random_state
 from example_trainer.step.metrics import memory_metrics
 from example_trainer.step.save import save_from_all_ranks
@@ -80,14 +80,10 @@ class FineTuning:
         data: FineTuningData,
         *,
         trackers: Callable[[TrainingConfig], RunTrackers],
-        begin: Callable[[], None] = lambda: None,
         should_stop: Callable[[], bool] = lambda: False,
         ranks: Ranks | None = None,
     ) -> None:
-        """Keep the arguments; `trackers` makes the trackers of the run, which need its settings.
-
-        `begin` is called once nothing is left that could refuse the run: it may delete an earlier one.
-        """
+        """Keep the arguments; `trackers` makes the trackers of the run, which need its settings."""
         rows = len(data.samples)
         self.training = config.training_config(directory, config.steps_for(rows))
         self._config = config
@@ -96,7 +92,6 @@ class FineTuning:
         self._ranks = ranks or Ranks()
         self._should_stop = should_stop
         self._trackers = trackers(self.training)
-        self._begin = begin
         per_step = config.sequences_per_step
         total = config.training_steps * per_step if config.training_steps else rows * config.num_epochs
         self._order = SampleOrder(data.samples, seed=config.seed, per_step=per_step, total=total)
@@ -145,13 +140,20 @@ class FineTuning:
             if checkpoint is not None and state is not None:
                 self._train_step.resume(checkpoint, state)
                 self._ranks.on_main(partial(continue_at, self._directory, checkpoint))
-            self._ranks.on_main(self._begin)
+            self._ranks.on_main(self._take_folder)  # nothing is left that could refuse the run
         except BaseException:
             self._trackers.close()
             raise
         self._tracker = self._trackers.at(None if state is None else state.step)
         if state is not None and self._ranks.is_main:
             self._note_earlier_steps()
+
+    def _take_folder(self) -> None:
+        """Record the run in its folder; `--overwrite` deletes the earlier run there first."""
+        if self._config.overwrite:
+            delete_earlier_run(self._directory)
+        record = {RECORD_KEY: public_settings(self._config), **provenance()}
+        write_json(self._directory / CONFIG_FILE, record)
 
     def _note_earlier_steps(self) -> None:
         """Take the steps before the resume into the summary, from their lines of metrics."""

@@ -96,4 +96,7 @@ def finish_model(directory: Path, policy: Policy, *, step: int, merges: bool) ->
         sync_path(directory)
         return final
     except OSError as error:
-        raise CheckpointError(f"cannot write {final}: {error}; free the space or set --save-path") from error
+        raise CheckpointError(
+            f"cannot write {final}: {error}; free the space, or remove a directory of that name, as a copy that "
+            "follows links makes it, and add --resume auto"
+        ) from error

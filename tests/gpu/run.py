@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from example_trainer.processes.program_log import signal_name
 from tests.gpu import page as pages
 from tests.gpu.claims import CLAIMS, Claim
 from tests.gpu.page import ROOT, Finding
@@ -157,7 +158,7 @@ def run_file(part: FileRun, out: Path, flags: Sequence[str], limit: float) -> No
     rows, log = out / f"{part.path.stem}.jsonl", out / f"{part.path.stem}.log"
     rows.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-c", str(FOLDER / "pytest.ini"), "--rootdir", str(ROOT)]
-    environ = os.environ | {"GPU_ROWS": str(rows), "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    environ = os.environ | {"GPU_ROWS": str(rows), "PYTHONPATH": str(ROOT)}
     environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # any plugins may be installed, and none is needed
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
@@ -179,7 +180,7 @@ def run_file(part: FileRun, out: Path, flags: Sequence[str], limit: float) -> No
             raise
     part.seconds = time.monotonic() - started
     if part.code < 0:
-        part.trouble = f"{part.path.name} was ended by {signal.Signals(-part.code).name}"
+        part.trouble = f"{part.path.name} was ended by {signal_name(-part.code)}"
     elif not part.trouble and part.code not in {0, TESTS_FAILED, NOTHING_COLLECTED}:
         part.trouble = f"{part.path.name} was ended by pytest with code {part.code}; {log.name} has the reason"
     if rows.exists():

@@ -183,7 +183,7 @@ LAUNCHER: tuple[Mutant, ...] = (
     Mutant(
         "a program is started again although its settings do not work",
         _RESTARTS,
-        "if child.name in never_ready and not killed:",
+        "if child.name in never_ready and not (killed or code == OUTAGE):",
         "if False:",
         f"{_RESTARTED}a_program_that_exits_before_it_was_ever_ready_is_not_tried_again_but_a_killed_one_is",
     ),

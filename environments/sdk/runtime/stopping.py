@@ -32,7 +32,8 @@ class StopRequest:
         self.grace_seconds = GRACE_SECONDS
         """Time that the stop may take, from the first signal on; code that has work to save increases it."""
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-        self._timer: threading.Timer | None = None
+        self._limit: object | None = None
+        """Stands for the limit that holds; earlier ones end without effect."""
 
     @property
     def exit_code(self) -> int:
@@ -71,18 +72,20 @@ class StopRequest:
 
     def set_grace(self, seconds: float, begin: str = "signal") -> None:
         """Limit the time for the end, counted from now: `begin` names this event. Then the process exits at once."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = threading.Timer(seconds, self._exit_now, (seconds, begin))
-        self._timer.daemon = True
-        self._timer.start()
+        # An earlier timer is not cancelled: a signal in the middle of that would wait for ever for its lock.
+        self._limit = limit = object()
+        timer = threading.Timer(seconds, self._exit_now, (limit, seconds, begin))
+        timer.daemon = True
+        timer.start()
 
     def lift_grace(self) -> None:
         """End a limit that no signal has set."""
-        if self._timer is not None and not self.count:
-            self._timer.cancel()
+        if not self.count:
+            self._limit = None
 
-    def _exit_now(self, seconds: float, begin: str) -> None:
+    def _exit_now(self, limit: object, seconds: float, begin: str) -> None:
+        if limit is not self._limit:
+            return
         # Not through logging: the blocked thread may hold its lock.
         os.write(
             2,

@@ -4,12 +4,12 @@ import httpx
 import msgspec
 import pytest
 
-from atropos_api.http.auth import CHANGING_GETS
+from atropos_api.http.auth import NO_HEADS
 from atropos_api.routes.schema import operations_of
 from atropos_api.testing import make_group, make_memory_app, serve_in_thread, served_broker
 
 GETS = [one.path for one in operations_of(make_memory_app().routes) if one.method == "GET" and "{" not in one.path]
-UNSAFE = [path for path in GETS if CHANGING_GETS.fullmatch(path)]
+UNSAFE = [path for path in GETS if NO_HEADS.fullmatch(path)]
 OWN_LENGTH = {"/metrics", "/v1/status"}
 """Paths whose text may be longer the next time."""
 
@@ -44,7 +44,7 @@ def test_a_head_request_is_answered_as_a_get_without_its_body(client, path):
 
 
 @pytest.mark.parametrize("prefix", ["", "/t/a-secret-token"])
-def test_a_head_request_takes_no_batch_and_ends_no_run(prefix):
+def test_a_head_request_takes_no_batch_ends_no_run_and_makes_no_backup(prefix):
     with (
         served_broker(token="a-secret-token" if prefix else None) as url,
         httpx.Client(base_url=url + prefix) as client,

@@ -231,6 +231,7 @@ def test_a_list_is_added_to_by_each_of_its_flags(tmp_path: Path) -> None:
     assert parse(f"--config {config}").targets == ["k"]
     assert parse(f"--config {config} --targets q --targets v o").targets == ["q", "v", "o"]
     assert parse(f"--config {config} --targets None --targets q").targets == ["q"]
+    assert parse(f"--config {config} --targets q --targets None").targets is None, "no entry of this name"
     given = parse('--model m --limits {"a":1,"b":1} --limits {"b":2} --limits c=3').limits
     assert given == {"a": 1, "b": 2, "c": 3}, "a later one wins"
 

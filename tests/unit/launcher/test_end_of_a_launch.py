@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from atropos_api.common.errors import OUTAGE
+from environments.sdk.config import BaseEnvConfig
 from example_trainer.launcher.launch import TRAINER_LAG_SECONDS, Launch, Stopwatch, _lag_of_trainer
 from example_trainer.launcher.preflight import plan_launch
 from example_trainer.launcher.programs import BROKER, TRAINER
 from example_trainer.launcher.progress import Snapshot, answered_requests
+from example_trainer.launcher.restarts import LONGEST_PAUSE_SECONDS
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.launcher.stop_request import StopRequest
 from example_trainer.launcher.supervisor import FAILURE_GRACE_SECONDS, Supervisor
@@ -111,3 +114,17 @@ def test_a_final_evaluation_goes_on_while_a_server_answers_it(tmp_path: Path, mo
         now += 400.0
     assert seconds == [0.0, 0.0, 0.0, 400.0]
     assert alone.seconds(False, 9) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "wait_seconds"),
+    [(("--env.wait-timeout", "7200"), 7200.0), ((), BaseEnvConfig.model_fields["wait_timeout"].default)],
+)
+def test_outages_count_over_the_waits_of_the_most_patient_program(
+    tmp_path: Path, flags: tuple[str, ...], wait_seconds: float
+) -> None:
+    """The waits of an environment were longer than the window, so that each outage of it was the first of six."""
+    launch = planned(tmp_path, "--env.server", "arithmetic_server.py", "--wait-timeout", "60", *flags)
+    with Supervisor(tmp_path) as supervisor:
+        budget = launch._make_restarts(supervisor)._budget
+    assert budget.window_after(OUTAGE) > budget.restarts * (wait_seconds + LONGEST_PAUSE_SECONDS)

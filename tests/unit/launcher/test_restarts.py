@@ -209,6 +209,23 @@ def test_a_program_that_always_waits_for_another_in_vain_ends_the_run(supervisor
         restarts.plan(restarts.judge_failures(()))
 
 
+def test_a_server_whose_engine_crashed_before_it_was_ready_is_started_again_as_one_that_crashed_itself(
+    supervisor, restarts
+) -> None:
+    """By 139, 128 + SIGSEGV, its settings were to blame."""
+    for code in ("raise SystemExit(139)", "import os; os.kill(os.getpid(), 11)"):
+        ended(supervisor.start(program(code)))
+        assert len(restarts.plan(restarts.judge_failures({"vllm"}))) == 1
+
+
+def test_a_program_that_found_no_other_one_before_it_was_ready_is_started_again(supervisor, restarts) -> None:
+    """A broker whose Redis came up later, and a resumed trainer whose broker did, ended the run as badly configured."""
+    for name in ("broker", "trainer"):
+        ended(supervisor.start(program("raise SystemExit(75)", name=name)))
+        (line,) = restarts.plan(restarts.judge_failures({name}))
+        assert "restart 1 of 3" in line
+
+
 @pytest.mark.parametrize(
     "message",
     [

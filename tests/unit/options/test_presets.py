@@ -13,6 +13,7 @@ from atropos_api.common.cliconfig import ConfigError, load_config
 from example_trainer.checkpointing import STATE_FILE, link_as_course
 from example_trainer.cli import run
 from example_trainer.config import TrainingConfig
+from example_trainer.errors import CheckpointError
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.options.presets import PRESETS, PresetName
 
@@ -146,3 +147,12 @@ def test_checkpoints_are_linked_by_the_course_s_names_and_links_go_with_what_the
     shutil.rmtree(tmp_path / "checkpoint-10")
     link_as_course(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("checkpoint_step_*")) == ["checkpoint_step_20"]
+
+
+@pytest.mark.parametrize("name", ["checkpoint_step_10", "final_model"])
+def test_a_copied_run_whose_course_links_became_directories_says_what_to_remove(tmp_path: Path, name: str) -> None:
+    """The trainer ended with a traceback after its first checkpoint."""
+    for folder in ("checkpoint-10", name):
+        (tmp_path / folder).mkdir()
+    with pytest.raises(CheckpointError, match=f"Is a directory.*{name}.*remove a directory"):
+        link_as_course(tmp_path, final="checkpoint-10")

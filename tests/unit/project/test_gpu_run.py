@@ -107,6 +107,22 @@ def test_a_file_that_fails_crashes_or_hangs_leaves_the_other_claims(
     assert "publish-bandwidth" in (out / "table.md").read_text()
 
 
+def test_a_file_that_a_real_time_signal_ends_leaves_the_other_files(folder: Path, out: Path) -> None:
+    """Such a signal has no name, and asking for it ended the run without its table."""
+    (folder / "test_numerics.py").write_text("import os\ndef test_ends():\n    os.kill(os.getpid(), 40)\n")
+    parts = run.run_files([folder / "test_numerics.py", folder / "test_sharing_time.py"], out, [], seconds=200)
+    assert [part.trouble for part in parts] == ["test_numerics.py was ended by signal 40", ""]
+
+
+def test_the_checks_compile_each_module_once(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages are installed as source: each server compiled torch and vLLM again, as none could keep the result."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    written = "import sys\ndef test_may_write():\n    assert not sys.dont_write_bytecode\n"
+    (folder / "test_numerics.py").write_text(written)
+    (part,) = run.run_files([folder / "test_numerics.py"], out, [], seconds=200)
+    assert part.code == 0
+
+
 def test_flags_select_checks_and_the_rest_is_not_tried(folder: Path, out: Path, page: Path) -> None:
     parts = run.run_files(
         [folder / "test_cuda_ipc.py", folder / "test_sharing_time.py"], out, ["-k", "held"], seconds=200

@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.errors import AtroposError
-from example_trainer.errors import DoesNotFit
+from example_trainer.errors import CheckpointError, DoesNotFit
 from example_trainer.launcher.run_lock import locked
 from example_trainer.sft.cli import run
-from example_trainer.sft.output import claim_folder, delete_earlier_run
+from example_trainer.sft.output import claim_folder, delete_earlier_run, finish_model
 from example_trainer.testing import make_tiny_model
 from example_trainer.tiny.model import PADDED_VOCABULARY_SIZE
 from example_trainer.tiny.tokenizer import make_tokenizer
 from tests.unit.memory.test_preflight import EIGHT_BILLION
 
 from .conftest import CHATS, Rows
+
+if TYPE_CHECKING:
+    from example_trainer.modeling.policy import Policy
 
 Sft = Callable[..., Path]
 
@@ -130,6 +135,12 @@ def test_overwrite_deletes_nothing_for_a_run_that_is_refused(sft: Sft) -> None:
         with pytest.raises(ConfigError, match=f"--overwrite would delete --model-name .*{name}; name another"):
             sft("--training-steps", "1", "--overwrite", model=folder / name)
     assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_a_copied_run_whose_final_model_became_a_directory_says_what_to_remove(tmp_path: Path) -> None:
+    (tmp_path / "final_model").mkdir()
+    with pytest.raises(CheckpointError, match=r"final_model: .*Is a directory.*remove a directory of that name"):
+        finish_model(tmp_path, cast("Policy", SimpleNamespace(has_adapter=False)), step=1, merges=False)
 
 
 def test_a_folder_that_is_in_use_is_not_touched(sft: Sft) -> None:
