@@ -19,6 +19,7 @@ import torch
 
 from example_trainer.weight_protocol.broadcast_group import BroadcastGroup, Rendezvous, gpu_uuid
 from example_trainer.weight_protocol.buckets import Bucket, TensorEntry
+from example_trainer.weight_protocol.pinned_memory import PinnedBlocks
 
 
 class BroadcastReceiver:
@@ -105,12 +106,10 @@ def copied_to_host(tensors: list[torch.Tensor], device: torch.device) -> dict[to
     """Return a copy of each tensor in host memory; a GPU makes it in a stream that decoding does not wait for."""
     if device.type != "cuda":
         return {tensor: tensor.detach().clone() for tensor in tensors}
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
+    stream, blocks = torch.cuda.Stream(device), PinnedBlocks()  # type: ignore[no-untyped-call]  # untyped in torch
     with torch.cuda.stream(stream):
         copies = {
-            tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
-                tensor.detach(), non_blocking=True
-            )
+            tensor: blocks.empty(tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
             for tensor in tensors
         }
     stream.synchronize()

@@ -115,12 +115,12 @@ def test_on_a_gpu_the_copies_are_pinned_and_made_in_a_stream_of_their_own(monkey
             calls.append(("copy", non_blocking))
             return tensor.clone()
 
-    def empty(*_, pin_memory, **__):
-        calls.append(("pinned", pin_memory))
+    def empty(*_):
+        calls.append("pinned")
         return Copy()
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(broadcast_worker.torch, "empty", empty)
+    monkeypatch.setattr(broadcast_worker.PinnedBlocks, "empty", empty)
     copied_to_host([torch.ones(1)], torch.device("cuda", 1))
-    assert calls == [("stream on", "cuda:1"), "enter", ("pinned", True), ("copy", True), "leave", "wait"]
+    assert calls == [("stream on", "cuda:1"), "enter", "pinned", ("copy", True), "leave", "wait"]
