@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from example_trainer.serving.vllm.load_tracing import experts_kernels
 from example_trainer.weight_protocol.broadcast_group import BroadcastGroup, Rendezvous, gpu_uuid
 from example_trainer.weight_protocol.buckets import Bucket, TensorEntry
 from example_trainer.weight_protocol.pinned_memory import PinnedBlocks
@@ -137,6 +138,11 @@ class BroadcastWorker:
 
         `rank` is that of this server's first worker.
         """
+        if (kernels := experts_kernels(self.model_runner.model)) is not None:
+            raise RuntimeError(
+                f"vLLM has rearranged the model's experts for its kernels {kernels}, and a broadcast only loads: train "
+                "with --weight-bridge-mode none or lora_only, or on a GPU start the server with --moe-backend triton"
+            )
         if self._atropos_reception is None or self._atropos_reception.group_id != group_id:
             self.atropos_leave_broadcast()
             place = Rendezvous(address, port, rank + self.rank, world_size, backend)

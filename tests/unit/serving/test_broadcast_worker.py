@@ -80,11 +80,27 @@ def test_weights_that_arrive_in_a_group_that_was_left_are_not_kept(meeting):
 def test_each_worker_of_a_server_joins_after_the_one_before(meeting):
     for rank in range(3):
         worker = BroadcastWorker()
-        worker.rank, worker.device = rank, CPU
+        worker.rank, worker.device, worker.model_runner = rank, CPU, SimpleNamespace(model=torch.nn.Linear(2, 2))
         assert json.loads(worker.atropos_join_broadcast("g", "127.0.0.1", 1, 4, 9, "gloo")) == {}
     meeting.met.set()
     assert sorted(place.rank for place in meeting.places) == [4, 5, 6]
     assert {place.world_size for place in meeting.places} == {9}
+
+
+@pytest.mark.parametrize(("kernels", "joins"), [("CPU", False), ("FLASHINFER_CUTLASS", False), ("TRITON", True)])
+def test_a_server_whose_kernels_read_experts_in_another_order_than_they_are_loaded_joins_no_broadcast(
+    meeting, kernels, joins
+):
+    layer = torch.nn.Linear(2, 2)
+    layer.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name=kernels))
+    worker = BroadcastWorker()
+    worker.rank, worker.device, worker.model_runner = 0, CPU, SimpleNamespace(model=torch.nn.Sequential(layer))
+    if joins:
+        worker.atropos_join_broadcast("g", "127.0.0.1", 1, 1, 2, "gloo")
+    else:
+        with pytest.raises(RuntimeError, match=f"for its kernels {kernels}, and a broadcast only loads"):
+            worker.atropos_join_broadcast("g", "127.0.0.1", 1, 1, 2, "gloo")
+    meeting.met.set()
 
 
 def test_the_copy_of_the_models_weights_shares_no_memory_with_them():
