@@ -87,6 +87,8 @@ class BroadcastExchange:
         self._should_stop = should_stop
         self._calls = calls
         self._joined: _JoinedGroup | None = None
+        self._transfer_id = ""
+        """Id of the weights that were sent last."""
 
     def send_and_switch(
         self, members: Sequence[Member], source: WeightSource, device: torch.device, version: int, cost: Cost
@@ -168,9 +170,9 @@ class BroadcastExchange:
 
     def _send(self, members: Sequence[Member], source: WeightSource, group: BroadcastGroup) -> None:
         """Send the weights to every server, to be kept without loading; raise unless all received what was sent."""
-        transfer_id = uuid.uuid4().hex
+        self._transfer_id = uuid.uuid4().hex
         waiting = [
-            self._calls.submit(member.client.receive_broadcast, transfer_id, source.buckets) for member in members
+            self._calls.submit(member.client.receive_broadcast, self._transfer_id, source.buckets) for member in members
         ]
         for each in waiting:
             each.add_done_callback(partial(_close_if_failed, group))
@@ -210,7 +212,7 @@ class BroadcastExchange:
                 opened[member] = leases.enter_context(publish)
 
             def load(member: Member) -> None:
-                member.client.load_broadcast(opened[member].publish_id, version)
+                member.client.load_broadcast(opened[member].publish_id, version, self._transfer_id)
 
             def abort(member: Member) -> None:
                 # A server may have to load its previous weights again.

@@ -168,9 +168,9 @@ class BroadcastWorker:
             reception.leave()
         return json.dumps({})
 
-    def atropos_load_broadcast(self) -> str:
-        """Load the received weights into the model; the scheduler is paused meanwhile."""
-        reception = self._joined()
+    def atropos_load_broadcast(self, transfer_id: str) -> str:
+        """Load the weights received in this transfer into the model; the scheduler is paused meanwhile."""
+        reception = self._received(transfer_id)
         if not reception.aside:
             raise RuntimeError("nothing has been received")
         model = self.model_runner.model
@@ -182,9 +182,9 @@ class BroadcastWorker:
             raise RuntimeError(f"{len(missed)} of the model's parameters were not sent: {missed[0]}, ...")
         return json.dumps({"loaded": len(loaded or ())})
 
-    def atropos_settle_broadcast(self, keep: bool) -> str:
-        """Keep the loaded weights, or restore the previous ones bit by bit."""
-        reception = self._joined()
+    def atropos_settle_broadcast(self, transfer_id: str, keep: bool) -> str:
+        """Keep the weights loaded from this transfer, or restore the previous ones bit by bit."""
+        reception = self._received(transfer_id)
         if not keep:
             if not reception.before:
                 raise RuntimeError("no copy of the previous weights is left")
@@ -193,6 +193,16 @@ class BroadcastWorker:
                     tensor.copy_(before)
         reception.forget()
         return json.dumps({})
+
+    def _received(self, transfer_id: str) -> BroadcastReceiver:
+        """Return the membership if that transfer is its last; another trainer may have joined and sent its own since.
+
+        Its weights would be served as a version of the first one.
+        """
+        reception = self._joined()
+        if reception.transfer_id != transfer_id:
+            raise RuntimeError("the weights of this transfer are gone: another group has been joined since")
+        return reception
 
     def _joined(self) -> BroadcastReceiver:
         if self._atropos_reception is None:

@@ -77,6 +77,35 @@ def test_weights_that_arrive_in_a_group_that_was_left_are_not_kept(meeting):
     assert (receiver.aside, receiver.before) == ({}, {})
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda worker: worker.atropos_load_broadcast("own"),
+        lambda worker: worker.atropos_settle_broadcast("own", False),
+        lambda worker: worker.atropos_settle_broadcast("own", True),
+    ],
+    ids=["load", "restore", "keep"],
+)
+def test_a_trainer_neither_loads_nor_takes_back_the_weights_that_another_one_has_sent(call):
+    """It would have served them as its own version, or the other's copy of its own as the version before."""
+    model = torch.nn.Linear(2, 2, bias=False)
+    model.load_weights = lambda weights: [model.weight.data.copy_(tensor) for _, tensor in weights]
+    worker = BroadcastWorker()
+    worker.model_runner = SimpleNamespace(model=model)
+    worker._atropos_reception = reception = SimpleNamespace(
+        transfer_id="other",
+        aside={"weight": torch.ones(2, 2)},
+        before={model.weight: torch.zeros(2, 2)},
+        forget=lambda: reception.__dict__.update(aside={}, before={}),
+    )
+    was = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="another group has been joined since"):
+        call(worker)
+    assert torch.equal(model.weight, was)
+    assert reception.aside
+    assert reception.before
+
+
 def test_each_worker_of_a_server_joins_after_the_one_before(meeting):
     for rank in range(3):
         worker = BroadcastWorker()

@@ -49,7 +49,7 @@ class Client(ServerClient):
         self.told.append(("begin", publish_id))
         return Fence(publish_id=publish_id, paused_requests=0, generated_tokens_total=0)
 
-    def load_broadcast(self, publish_id, _):
+    def load_broadcast(self, publish_id, *_):
         self.told.append(("load", publish_id))
         if not self.loads:
             raise ServerRefused("no room", 500)

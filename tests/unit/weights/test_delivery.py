@@ -80,7 +80,7 @@ class Client(ServerClient):
     def renew_publish(self, _):
         self.call("renew")
 
-    def load_broadcast(self, _, version):
+    def load_broadcast(self, _, version, __):
         self.call("load")
         self.loaded = version
 
