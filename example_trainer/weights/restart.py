@@ -164,8 +164,8 @@ class RestartBridge(WeightBridge):
             except (ServerRefused, ServerUnavailable) as error:
                 logger.warning("the server could not read the new weights in place and is restarted: %s", error)
             else:
-                # A reload is other code of vLLM's than the start: 0.32 packs experts for a CPU at the start alone, and
-                # after a reload computes with unpacked ones as if they were packed.
+                # A reload is other code of vLLM's than the start, and may leave out a step of it: 0.32 left experts
+                # unpacked, which it packs for a CPU at the start, and computed with them as if they were packed.
                 self._proven, self._has_reloaded = self._proven and self._has_reloaded, True
                 return served
         adapter: Path | None = None
