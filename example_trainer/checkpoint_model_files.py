@@ -245,7 +245,8 @@ def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     for file, names in split.filename_to_tensors.items():
         save_file({name: tensors[name] for name in names}, directory / file, metadata={"format": "pt"})
     if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        size = sum(tensor.nbytes for tensor in tensors.values())  # hub's counts all memory that tensors share
+        index = {"metadata": {"total_size": size}, "weight_map": split.tensor_to_filename}
         _write_json(directory / "model.safetensors.index.json", index)
 
 

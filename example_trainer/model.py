@@ -27,12 +27,12 @@ from example_trainer.modeling.loading import (
     PolicyOptions,
     load_module,
     name_of,
-    pin,
     resolve_device,
     served_dtype_of,
     stored_config,
 )
 from example_trainer.modeling.policy import Policy
+from example_trainer.weight_protocol.pinned_memory import pin
 
 logger = logging.getLogger(__name__)
 

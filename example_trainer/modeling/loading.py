@@ -249,12 +249,6 @@ def cast_floating(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tens
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def pin(masters: Iterable[torch.Tensor]) -> None:
-    """Pin the masters' host memory, so that a GPU reads it without an intermediate copy."""
-    for master in masters:
-        master.data = master.data.pin_memory()
-
-
 def checkpoint_name(model: Any, parameter_name: str, shape: torch.Size) -> str | None:
     """Return a parameter's name in the checkpoint; None if it is not stored as one tensor of this shape."""
     empty = torch.empty(shape, device="meta")

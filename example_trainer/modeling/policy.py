@@ -255,10 +255,11 @@ class Policy:
     @torch.no_grad()
     def stale_weights(self) -> list[str]:
         """Return the names of trained weights whose values in the forward differ from the masters."""
+        forwarded = {name: self._current(name) for name in self.masters}
         return [
             name
-            for name, master in self.masters.items()
-            if not torch.equal(self._current(name), master.to(device=self.device, dtype=self.dtype))
+            for name, weight in forwarded.items()
+            if not torch.equal(weight, self.masters[name].to(device=weight.device, dtype=weight.dtype))
         ]
 
     @torch.no_grad()

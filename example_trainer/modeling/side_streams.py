@@ -7,12 +7,14 @@ its call returns, nothing here runs in parallel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from example_trainer.weight_protocol.pinned_memory import PinnedBlocks
 
 _CAST_AT_ONCE = 1 << 20
 """Elements of a gradient that are cast at one time on the host: 4 MiB stay in a processor's cache."""
@@ -81,6 +83,7 @@ class HostGradients:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._copies: dict[str, Tensor] = {}
+        self._pinned = PinnedBlocks()
         self._arriving: dict[str, _Arriving] = {}
         self._sums: dict[str, Tensor] = {}
 
@@ -89,8 +92,8 @@ class HostGradients:
         self._add(name, master)
         copy = self._copies.get(name)
         if copy is None or copy.dtype != gradient.dtype:
-            pinned = gradient.device.type == "cuda"
-            copy = self._copies[name] = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=pinned)
+            make = self._pinned.empty if gradient.device.type == "cuda" else _ordinary
+            copy = self._copies[name] = make(gradient.shape, gradient.dtype)
         self._arriving[name] = _Arriving(copy, self._begin_copy(copy, gradient))
 
     def add_all(self, masters: dict[str, nn.Parameter]) -> None:
@@ -144,6 +147,10 @@ def _add(total: Tensor, part: Tensor) -> None:
     for start in range(0, len(sums), _CAST_AT_ONCE):
         piece = slice(start, start + _CAST_AT_ONCE)
         sums[piece].add_(parts[piece].to(total.dtype))
+
+
+def _ordinary(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype)
 
 
 def _already_there() -> None:

@@ -201,6 +201,7 @@ class Join(Body):
 
 class Load(PublishId):
     version: int = Field(ge=0, le=LARGEST_VERSION)
+    transfer_id: str = Field(min_length=1, max_length=64)
 
 
 class Receive(Body):
@@ -234,8 +235,8 @@ def make_broadcast_router() -> APIRouter:
 
     @router.post("/load", dependencies=CHANGES_WEIGHTS)
     async def load(body: Load, state: State) -> dict[str, Any]:
-        state.fence.overwrite(body.publish_id, body.version, LoadedWeights(state))
-        return await _call(state, "atropos_load_broadcast")
+        state.fence.overwrite(body.publish_id, body.version, LoadedWeights(state, body.transfer_id))
+        return await _call(state, "atropos_load_broadcast", body.transfer_id)
 
     @router.post("/leave", dependencies=GUARDED)
     async def leave(state: State) -> dict[str, Any]:
@@ -247,8 +248,9 @@ def make_broadcast_router() -> APIRouter:
 class LoadedWeights:
     """Implements `ReversibleUpdate`: weights that the worker has loaded, with a copy of the previous ones."""
 
-    def __init__(self, state: ServerState) -> None:
+    def __init__(self, state: ServerState, transfer_id: str) -> None:
         self._state = state
+        self._transfer_id = transfer_id
 
     async def keep(self) -> None:
         await self._settle(keep=True)
@@ -258,7 +260,7 @@ class LoadedWeights:
 
     async def _settle(self, *, keep: bool) -> bool:
         try:
-            await _call(self._state, "atropos_settle_broadcast", keep)
+            await _call(self._state, "atropos_settle_broadcast", self._transfer_id, keep)
         except Problem as problem:
             logger.warning("%s", problem.detail)
             return False

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from example_trainer.weight_protocol.buckets import Bucket, transfer_checksum
 from example_trainer.weight_protocol.checksums import tensor_checksum
+from example_trainer.weight_protocol.pinned_memory import PinnedBlocks
 from example_trainer.weight_protocol.transfer import environment, make_gloo_group, make_store
 
 Backend = Literal["gloo", "nccl"]
@@ -100,8 +101,9 @@ class BroadcastGroup:
         """Receive the buckets; return their tensors, as views of the buffers, with the checksum."""
         received: dict[str, Tensor] = {}
         sums: list[int] = []
+        blocks = PinnedBlocks()
         for bucket in buckets:
-            buffer = bucket.empty(self.device, pinned=self.pins)
+            buffer = blocks.empty([bucket.nbytes], torch.uint8) if self.pins else bucket.empty(self.device)
             self._broadcast(buffer)
             sums.append(tensor_checksum(buffer))
             received |= bucket.unpack(buffer)

@@ -37,9 +37,9 @@ class Bucket:
     def nbytes(self) -> int:
         return sum(_padded(_nbytes(entry)) for entry in self.entries)
 
-    def empty(self, device: torch.device, *, pinned: bool = False) -> Tensor:
+    def empty(self, device: torch.device) -> Tensor:
         """Return a buffer `[nbytes]` of uint8 for this bucket, on `device`; the gaps between tensors are zero."""
-        return torch.zeros(self.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        return torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
 
     def unpack(self, buffer: Tensor) -> dict[str, Tensor]:
         """Return the tensors by name, as views of the buffer."""

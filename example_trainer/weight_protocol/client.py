@@ -211,14 +211,16 @@ class ServerClient:
         answer = self._repeated("POST", "/bridge/broadcast/join", {"group_id": group_id, **asdict(rendezvous)})
         return list(answer["gpus"])
 
-    def receive_broadcast(self, transfer_id: str, buckets: Sequence[Bucket]) -> str:
+    def receive_broadcast(self, transfer_id: str, buckets: Sequence[Bucket], timeout_seconds: float) -> str:
         """Make the server receive these buckets without loading them; return the checksum of the received bytes."""
         body = {"transfer_id": transfer_id, "buckets": [bucket.entries for bucket in buckets]}
-        return str(self._repeated("POST", "/bridge/broadcast/receive", body)["digest"])
+        answer = self._repeated("POST", "/bridge/broadcast/receive", body, timeout_seconds=timeout_seconds)
+        return str(answer["digest"])
 
-    def load_broadcast(self, publish_id: str, version: int) -> None:
-        """Load the received tensors into the model, inside a publish, to be served as this version."""
-        self._call("POST", "/bridge/broadcast/load", {"publish_id": publish_id, "version": version})
+    def load_broadcast(self, publish_id: str, version: int, transfer_id: str) -> None:
+        """Load the tensors received in this transfer into the model, inside a publish, to be served as this version."""
+        body = {"publish_id": publish_id, "version": version, "transfer_id": transfer_id}
+        self._call("POST", "/bridge/broadcast/load", body)
 
     def leave_broadcast(self) -> None:
         """Make the server leave its group and discard what it has received but not loaded."""

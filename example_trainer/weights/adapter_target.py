@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,7 @@ def adapter_name(version: int) -> str:
 
 
 _UNKNOWN_ROUTE = frozenset({404, 405})
+_VERSIONED_NAME = re.compile(r"policy-v(\d+)")
 
 
 class StockServer:
@@ -125,9 +127,13 @@ class StockServer:
         self.close = client.close
 
     def identify(self) -> ServerIdentity:
+        """Return the newest version that is loaded, also one that an earlier run has left there.
+
+        Under a name that is taken vLLM keeps that run's adapter, so versions go on above it.
+        """
         listed = self._listed()
-        loaded = {entry.get("id") for entry in listed}
-        version = max((each for each in self._versions if adapter_name(each) in loaded), default=None)
+        names = (_VERSIONED_NAME.fullmatch(str(entry.get("id"))) for entry in listed)
+        version = max((int(name[1]) for name in names if name is not None), default=None)
         return ServerIdentity("", version, int(listed[0].get("max_model_len") or 0))
 
     def send(self, version: int, payload: AdapterPayload) -> str:

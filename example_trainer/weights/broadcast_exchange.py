@@ -50,6 +50,9 @@ FAILURES = (RuntimeError, ProofFailed)
 GIVEN_UP_LEASE_SECONDS = 20.0
 """Lease of a publish where servers are given up: one that is not told of its end resumes after this time."""
 
+SLOWEST_BYTES_PER_SECOND = 50e6
+"""Rate below which a server that gets or reads whole weights is given up."""
+
 _POLL_SECONDS = 0.01
 
 
@@ -87,6 +90,8 @@ class BroadcastExchange:
         self._should_stop = should_stop
         self._calls = calls
         self._joined: _JoinedGroup | None = None
+        self._transfer_id = ""
+        """Id of the weights that were sent last."""
 
     def send_and_switch(
         self, members: Sequence[Member], source: WeightSource, device: torch.device, version: int, cost: Cost
@@ -168,9 +173,16 @@ class BroadcastExchange:
 
     def _send(self, members: Sequence[Member], source: WeightSource, group: BroadcastGroup) -> None:
         """Send the weights to every server, to be kept without loading; raise unless all received what was sent."""
-        transfer_id = uuid.uuid4().hex
+        self._transfer_id = uuid.uuid4().hex
+        longest = sum(bucket.nbytes for bucket in source.buckets) / SLOWEST_BYTES_PER_SECOND
         waiting = [
-            self._calls.submit(member.client.receive_broadcast, transfer_id, source.buckets) for member in members
+            self._calls.submit(
+                member.client.receive_broadcast,
+                self._transfer_id,
+                source.buckets,
+                member.client.patience_seconds + longest,
+            )
+            for member in members
         ]
         for each in waiting:
             each.add_done_callback(partial(_close_if_failed, group))
@@ -210,7 +222,7 @@ class BroadcastExchange:
                 opened[member] = leases.enter_context(publish)
 
             def load(member: Member) -> None:
-                member.client.load_broadcast(opened[member].publish_id, version)
+                member.client.load_broadcast(opened[member].publish_id, version, self._transfer_id)
 
             def abort(member: Member) -> None:
                 # A server may have to load its previous weights again.

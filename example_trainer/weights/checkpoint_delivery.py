@@ -29,7 +29,7 @@ from example_trainer.processes.ports import LOOPBACK
 from example_trainer.weight_protocol.checkpoint_files import CheckpointFile, CheckpointSource, describe
 from example_trainer.weight_protocol.client import ServerInfo
 from example_trainer.weights.base import PublishReport
-from example_trainer.weights.broadcast_exchange import trainer_address
+from example_trainer.weights.broadcast_exchange import SLOWEST_BYTES_PER_SECOND, trainer_address
 from example_trainer.weights.delivery import Delivered, Proof, WeightDelivery, refuse_other_weights, serves
 from example_trainer.weights.members import Member, MemberCalls, look
 from example_trainer.weights.served_model import whole_policy, write_served_checkpoint
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from example_trainer.modeling.policy import Policy
 
 LEAST_LIMIT_SECONDS = 60.0
-SLOWEST_BYTES_PER_SECOND = 50e6
-"""Rate below which a server that downloads or reads a checkpoint is given up."""
-
 STOP_SECONDS = 20.0
 
 

@@ -84,7 +84,10 @@ class WeightDelivery(Protocol):
         """Raise a `TrainerError` for a server that cannot take these weights."""
 
     def deliver(self, members: Sequence[Member], version: int, *, limit_seconds: float) -> Delivered:
-        """Bring the current weights to the members, as `version`; no exchange waits longer than the limit."""
+        """Bring the current weights to the members, as `version`.
+
+        No exchange waits longer than the limit, in addition to the time that whole weights may take.
+        """
 
     def check(self, member: Member, version: int) -> None:
         """Raise `ProofFailed` if the server says that it has other weights than were sent."""

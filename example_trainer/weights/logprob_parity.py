@@ -134,7 +134,8 @@ def _check_written(policy: Policy) -> None:
     stale = set() if policy.forwards_from_masters else set(policy.stale_weights())
     for name, master in policy.masters.items():
         written = policy.served.get(name)
-        if written is not None and not torch.equal(written, master.to(policy.device, policy.dtype)):
+        # In the tensor's own dtype: vLLM keeps some in fp32 whatever it computes in (Gemma 3n's output scale).
+        if written is not None and not torch.equal(written, master.to(written.device, written.dtype)):
             stale.add(name)
     if stale:
         first = ", ".join(sorted(stale)[:3])

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CALLED_AT_ONCE = 64
+WAITING_AT_ONCE = 4096
+"""Calls that may wait for each other: as many as a broker keeps servers. A thread is made only where none is idle."""
 QUICK_SECONDS = 2.0
 """Time in which a server that can take part in a publish reports its state."""
 
@@ -49,7 +51,9 @@ class MemberCalls:
 
     def __init__(self, most: int = CALLED_AT_ONCE) -> None:
         self._pool = ThreadPoolExecutor(most, thread_name_prefix="servers")
-        self.submit = self._pool.submit
+        # To join a broadcast each server waits for all others, so none of these calls may wait for another to end.
+        self._waiting = ThreadPoolExecutor(WAITING_AT_ONCE, thread_name_prefix="broadcast")
+        self.submit = self._waiting.submit
 
     def each(self, members: Sequence[Member], call: Callable[[Member], T]) -> dict[Member, T | TrainerError]:
         """Return each server's answer, or the error with which its call ended."""
@@ -73,6 +77,7 @@ class MemberCalls:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False)
+        self._waiting.shutdown(wait=False)
 
 
 class Registry(Protocol):

@@ -11,8 +11,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from atropos_api.common.errors import AtroposError
+from example_trainer.api import BackgroundCall
 from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import policy_options
@@ -22,12 +25,14 @@ from example_trainer.weight_protocol.client import ServerInfo, ShouldStop, never
 from example_trainer.weights.base import Cost, PublishReport, WeightBridge
 from example_trainer.weights.connection import check_server, named_token
 from example_trainer.weights.delivery import Proof, WeightDelivery
-from example_trainer.weights.members import Member, MemberCalls, RegisteredMembers, Registry
+from example_trainer.weights.members import QUICK_SECONDS, Member, MemberCalls, RegisteredMembers, Registry, look
 from example_trainer.weights.publish_loop import ParityCheck
 
 logger = logging.getLogger(__name__)
 
 FIRST_LIMIT_SECONDS, LEAST_LIMIT_SECONDS = 60.0, 10.0
+PROOF_SECONDS = 120.0
+"""Limit of an answer to a proof, which on a busy server comes after those to the requests before it."""
 USUAL_OF = 5
 """Number of publishes of which the longest is the usual time of one."""
 
@@ -162,11 +167,20 @@ class RegisteredBridge(WeightBridge):
 
     def _prove_one(self, member: Member, version: int, proof: Proof) -> None:
         self._delivery.check(member, version)
+        member.client.patience_seconds = PROOF_SECONDS
         self._check.run(
             proof.policy,
-            member.client.generate,
+            partial(_generate, member),
             version=version,
             boot_id=member.info.boot_id,
             max_model_len=member.info.max_model_len,
             compare_with=proof.compare_with,
         )
+
+
+def _generate(member: Member, request: dict[str, Any]) -> dict[str, Any]:
+    """Return a server's answer; raise an error as soon as the server does not say how it is any more."""
+    asked = BackgroundCall(partial(member.client.generate, request), name="proof")
+    while not asked.wait(QUICK_SECONDS):
+        look(member)
+    return asked.result()

@@ -11,7 +11,8 @@ A checkpoint has its version in its name and is served through a link of constan
 checkpoint is complete; older ones are removed only after that, so the link always leads to a complete one.
 
 With `--restart-method reload` a running server reads the checkpoint into its weights, under the fence of a publish; if
-that fails the server is restarted, because the state of its weights is unknown.
+that fails the server is restarted, because the state of its weights is unknown. The first checkpoint that each
+server reads in this way is proven.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class RestartBridge(WeightBridge):
         self._version = 0
         self._check = ParityCheck(every=config.sync_check_every)
         self._proven = False
+        self._has_reloaded = False
+        """True if the present server has read a checkpoint into its weights."""
         self._has_recommended = False
 
     def prepare(self) -> Policy:
@@ -157,15 +160,20 @@ class RestartBridge(WeightBridge):
         model: str | Path = directory if adapts else link_served(directory)
         if self._config.restart_method == "reload" and manager.running:
             try:
-                return self._reload(manager, directory, version)
+                served = self._reload(manager, directory, version)
             except (ServerRefused, ServerUnavailable) as error:
                 logger.warning("the server could not read the new weights in place and is restarted: %s", error)
+            else:
+                # A reload is other code of vLLM's than the start, and may leave out a step of it: 0.32 left experts
+                # unpacked, which it packs for a CPU at the start, and computed with them as if they were packed.
+                self._proven, self._has_reloaded = self._proven and self._has_reloaded, True
+                return served
         adapter: Path | None = None
         if self._policy is not None and self._policy.has_adapter:
             if self._options.quantises_base and self._base.digest is None:
                 self._base = prepare_base(self._policy, self._config.required_run_dir / BASE_DIRECTORY)
             model, adapter = self._base.model, directory
-        was_running = manager.running
+        was_running, self._has_reloaded = manager.running, False
         replacement = manager.replace(model, version=version, adapter=adapter)
         if was_running and not replacement.overlapped:
             self._recommend_another_way(replacement.gap_seconds)

@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 
+from example_trainer.serving.vllm.load_tracing import experts_kernels
 from example_trainer.weight_protocol.broadcast_group import BroadcastGroup, Rendezvous, gpu_uuid
 from example_trainer.weight_protocol.buckets import Bucket, TensorEntry
+from example_trainer.weight_protocol.pinned_memory import PinnedBlocks
 
 
 class BroadcastReceiver:
@@ -105,12 +107,10 @@ def copied_to_host(tensors: list[torch.Tensor], device: torch.device) -> dict[to
     """Return a copy of each tensor in host memory; a GPU makes it in a stream that decoding does not wait for."""
     if device.type != "cuda":
         return {tensor: tensor.detach().clone() for tensor in tensors}
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
+    stream, blocks = torch.cuda.Stream(device), PinnedBlocks()  # type: ignore[no-untyped-call]  # untyped in torch
     with torch.cuda.stream(stream):
         copies = {
-            tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
-                tensor.detach(), non_blocking=True
-            )
+            tensor: blocks.empty(tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
             for tensor in tensors
         }
     stream.synchronize()
@@ -138,6 +138,11 @@ class BroadcastWorker:
 
         `rank` is that of this server's first worker.
         """
+        if (kernels := experts_kernels(self.model_runner.model)) is not None:
+            raise RuntimeError(
+                f"vLLM has rearranged the model's experts for its kernels {kernels}, and a broadcast only loads: train "
+                "with --weight-bridge-mode none or lora_only, or on a GPU start the server with --moe-backend triton"
+            )
         if self._atropos_reception is None or self._atropos_reception.group_id != group_id:
             self.atropos_leave_broadcast()
             place = Rendezvous(address, port, rank + self.rank, world_size, backend)
@@ -163,9 +168,9 @@ class BroadcastWorker:
             reception.leave()
         return json.dumps({})
 
-    def atropos_load_broadcast(self) -> str:
-        """Load the received weights into the model; the scheduler is paused meanwhile."""
-        reception = self._joined()
+    def atropos_load_broadcast(self, transfer_id: str) -> str:
+        """Load the weights received in this transfer into the model; the scheduler is paused meanwhile."""
+        reception = self._received(transfer_id)
         if not reception.aside:
             raise RuntimeError("nothing has been received")
         model = self.model_runner.model
@@ -177,9 +182,9 @@ class BroadcastWorker:
             raise RuntimeError(f"{len(missed)} of the model's parameters were not sent: {missed[0]}, ...")
         return json.dumps({"loaded": len(loaded or ())})
 
-    def atropos_settle_broadcast(self, keep: bool) -> str:
-        """Keep the loaded weights, or restore the previous ones bit by bit."""
-        reception = self._joined()
+    def atropos_settle_broadcast(self, transfer_id: str, keep: bool) -> str:
+        """Keep the weights loaded from this transfer, or restore the previous ones bit by bit."""
+        reception = self._received(transfer_id)
         if not keep:
             if not reception.before:
                 raise RuntimeError("no copy of the previous weights is left")
@@ -188,6 +193,16 @@ class BroadcastWorker:
                     tensor.copy_(before)
         reception.forget()
         return json.dumps({})
+
+    def _received(self, transfer_id: str) -> BroadcastReceiver:
+        """Return the membership if that transfer is its last; another trainer may have joined and sent its own since.
+
+        Its weights would be served as a version of the first one.
+        """
+        reception = self._joined()
+        if reception.transfer_id != transfer_id:
+            raise RuntimeError("the weights of this transfer are gone: another group has been joined since")
+        return reception
 
     def _joined(self) -> BroadcastReceiver:
         if self._atropos_reception is None:

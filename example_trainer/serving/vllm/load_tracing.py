@@ -1,7 +1,7 @@
 """Tracing of the model's weight loading: which part of which parameter each checkpoint tensor is loaded into.
 
 `noting_missed` tells which parameters a real load has left as they were, `needed_parts` which tensors that a
-checkpoint lacks the model would load.
+checkpoint lacks the model would load, and `experts_kernels` where vLLM rearranges what was loaded.
 
 vLLM fuses, splits, renames and pads as it loads. Instead of a table for each model family, the model's own
 `load_weights` is called once more with tensors that have names and shapes but no data; every copy it makes is recorded
@@ -127,6 +127,31 @@ def noting_missed(model: Any) -> Iterator[list[str]]:
         yield missed
     finally:
         del model.load_weights
+
+
+_AS_LOADED = frozenset({"TRITON", "BATCHED_TRITON"})
+"""Names of the kernels that read experts in the order in which vLLM loads them."""
+
+
+def experts_kernels(model: Any) -> str | None:
+    """Return the name of the kernels for which vLLM has rearranged the model's experts after loading, or None.
+
+    Weights that are only loaded lie in another order than those kernels read.
+    """
+    for module in model.modules():
+        kernels = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
+        if kernels is not None and kernels.name not in _AS_LOADED:
+            return str(kernels.name)
+    return None
+
+
+def check_reload(model: Any) -> None:
+    """Raise `RuntimeError` for a model that vLLM would not load again as it has loaded it at the start."""
+    if experts_kernels(model) == "CPU":  # vLLM 0.32 rearranges experts for these kernels at the start alone
+        raise RuntimeError(
+            "vLLM cannot reload a mixture of experts on a CPU: use --restart-method restart, or train an adapter "
+            "(--weight-bridge-mode lora_only)"
+        )
 
 
 def _check_coverage(trace: Trace, name: str, tensor: torch.Tensor) -> None:

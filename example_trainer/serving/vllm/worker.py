@@ -22,7 +22,14 @@ from example_trainer.serving.vllm import adapter_worker, patches
 from example_trainer.serving.vllm.adapter_worker import AdapterWorker
 from example_trainer.serving.vllm.broadcast_worker import BroadcastWorker
 from example_trainer.serving.vllm.cpu_adapters import install_adapters_on_cpu
-from example_trainer.serving.vllm.load_tracing import Copy, Trace, needed_parts, noting_missed, trace_load_weights
+from example_trainer.serving.vllm.load_tracing import (
+    Copy,
+    Trace,
+    check_reload,
+    needed_parts,
+    noting_missed,
+    trace_load_weights,
+)
 from example_trainer.weight_protocol.checksums import combined_checksum, tensor_checksum
 from example_trainer.weight_protocol.segment import Exported, SharedSegment, StridedRegion, make_segment
 from example_trainer.weight_protocol.shm_header import ParamMapping, Piece, SegmentHeader, SharedFile, TensorMap
@@ -77,6 +84,7 @@ class SharedWeightsWorker(AdapterWorker, BroadcastWorker):
         is said of one.
         """
         model = self.model_runner.get_model()
+        check_reload(model)
         if missing := self._needed_parts(model, path, lacking):
             return json.dumps({"missed": missing})
         try:

@@ -46,12 +46,12 @@ def receive(self, tensor):
     if fault.read_text() == "a bit flips":
         tensor.view(-1).view(dtype=__import__("torch").int32)[7] ^= 1
 
-def load_some(self):
+def load_some(self, transfer_id):
     if fault.read_text() == "loading breaks off":
         aside = self._atropos_reception.aside
         self.model_runner.model.load_weights((name, aside[name]) for name in sorted(aside)[: len(aside) // 2])
         raise RuntimeError("no memory left")
-    return load(self)
+    return load(self, transfer_id)
 
 BroadcastGroup._broadcast = receive
 BroadcastWorker.atropos_load_broadcast = load_some

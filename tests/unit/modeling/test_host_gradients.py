@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from example_trainer.modeling.side_streams import HostGradients
+from example_trainer.weight_protocol.pinned_memory import PinnedBlocks
 
 
 def gradients_of(count, dtype=torch.bfloat16):
@@ -74,15 +75,15 @@ def test_a_gradient_leaves_the_gpu_in_its_own_dtype_pinned_and_beside_the_backwa
             calls.append(("copy", non_blocking))
             return self
 
-    def empty(shape, *, dtype, pin_memory):
-        made.append((shape, dtype, pin_memory))
+    def empty(_, shape, dtype):
+        made.append((shape, dtype))
         return torch.tensor([3, 4]).to(dtype).as_subclass(Pinned)
 
     side = SimpleNamespace(name="side", wait_stream=lambda stream: calls.append(("wait in side for", stream)))
     event = SimpleNamespace(
         record=lambda stream: calls.append(("record in", stream.name)), synchronize=lambda: calls.append(("wait",))
     )
-    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(PinnedBlocks, "empty", empty)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: side)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
@@ -91,7 +92,7 @@ def test_a_gradient_leaves_the_gpu_in_its_own_dtype_pinned_and_beside_the_backwa
     on_their_way = HostGradients(torch.device("cuda", 0))
     on_their_way.take("w", OnGpu(calls), master)
     begun = [("wait in side for", "default"), ("copy", True), ("record in", "side"), ("kept for", "side")]
-    assert (made, calls) == ([((2,), torch.bfloat16, True)], begun), "the backward has not waited"
+    assert (made, calls) == ([((2,), torch.bfloat16)], begun), "the backward has not waited"
     on_their_way.add_all({"w": master})
     assert calls == [*begun, ("wait",)]
     assert master.grad.tolist() == [3, 4]

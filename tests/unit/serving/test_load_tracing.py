@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from example_trainer.serving.vllm.load_tracing import needed_parts, noting_missed, trace_load_weights
+from example_trainer.serving.vllm.load_tracing import check_reload, needed_parts, noting_missed, trace_load_weights
 
 FUSED = {"q": 0, "k": 4, "v": 6}
 
@@ -130,3 +132,15 @@ def test_the_parameters_that_a_load_leaves_as_they_were_are_named(tells, expecte
         assert model.load_weights([("first", torch.ones(1))]) == ({"first"} if tells else None)
     assert missed == expected
     assert "load_weights" not in vars(model)
+
+
+@pytest.mark.parametrize(("kernels", "reloads"), [("CPU", False), ("FLASHINFER_CUTLASS", True), ("TRITON", True)])
+def test_a_mixture_of_experts_is_not_reloaded_where_vllm_would_leave_the_experts_in_another_order(kernels, reloads):
+    layer = torch.nn.Linear(2, 2)
+    layer.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name=kernels))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), layer)
+    if reloads:
+        check_reload(model)
+    else:
+        with pytest.raises(RuntimeError, match="cannot reload a mixture of experts on a CPU"):
+            check_reload(model)

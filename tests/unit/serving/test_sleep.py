@@ -103,7 +103,7 @@ async def post(state, path, **fields):
 BODIES = {
     "/bridge/broadcast/join": {"address": "h", "port": 1, "rank": 1, "world_size": 2, "group_id": "g"},
     "/bridge/broadcast/receive": {"buckets": [], "transfer_id": "t"},
-    "/bridge/broadcast/load": {"publish_id": "p", "version": 1},
+    "/bridge/broadcast/load": {"publish_id": "p", "version": 1, "transfer_id": "t"},
     "/lora/load": {"name": "n", "path": "p"},
     "/lora/check": {"name": "n"},
     "/lora/load_lora_adapter": {"lora_name": "n", "lora_path": "p"},

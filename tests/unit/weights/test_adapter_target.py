@@ -8,6 +8,8 @@ import torch
 from example_trainer.errors import ServerRefused, ServerUnavailable
 from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import StockServer
+from example_trainer.weights.lora_only import LoraOnlyBridge
+from example_trainer.weights.testing import config_of
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -70,3 +72,12 @@ def test_a_stock_server_whose_answer_is_lost_has_the_adapter_once_and_forgets_ol
         ["policy-v1", "policy-v2", "policy-v3"] if lost == "request" else ["policy-v2", "policy-v3"]
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["policy-v2", "policy-v3"]
+
+
+def test_a_run_goes_on_above_the_versions_that_an_earlier_one_has_left_at_a_stock_server(tmp_path):
+    """Else its second version would have the name of another run's second, whose adapter vLLM keeps under it."""
+    routes = Routes(LOAD, UNLOAD)
+    routes.loaded = ["policy-v9", "policy-v10", "someone-s-policy-v99"]
+    bridge = LoraOnlyBridge(config_of("http://127.0.0.1:9", "m", weight_bridge_mode="lora_only", run_dir=tmp_path))
+    bridge._server = StockServer(routes, tmp_path, model="m", keep=2)
+    assert bridge.highest_version() == 10

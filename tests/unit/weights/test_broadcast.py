@@ -17,6 +17,7 @@ from example_trainer.weight_protocol.client import Fence, ServerClient
 from example_trainer.weights.base import Cost
 from example_trainer.weights.broadcast import BroadcastBridge
 from example_trainer.weights.broadcast_exchange import (
+    SLOWEST_BYTES_PER_SECOND,
     meeting_address,
     refuse_nccl,
     refuse_shared_gpu,
@@ -49,7 +50,7 @@ class Client(ServerClient):
         self.told.append(("begin", publish_id))
         return Fence(publish_id=publish_id, paused_requests=0, generated_tokens_total=0)
 
-    def load_broadcast(self, publish_id, _):
+    def load_broadcast(self, publish_id, *_):
         self.told.append(("load", publish_id))
         if not self.loads:
             raise ServerRefused("no room", 500)
@@ -217,6 +218,23 @@ def test_a_server_at_another_address_of_this_host_meets_the_trainer_on_its_loopb
 def test_a_text_that_is_not_an_address_is_refused_with_the_valid_form(address):
     with pytest.raises(ValidationError, match="write HOST or HOST:PORT"):
         config_of("http://127.0.0.1:9", "m", num_inference_nodes=1, broadcast_address=address)
+
+
+def test_a_server_has_time_for_all_weights_however_many_they_are(bridge_to):
+    """The limit of one call was that of the whole transfer: weights that took longer than it never arrived."""
+    given = []
+
+    class Noting(Client):
+        def receive_broadcast(self, _, __, timeout_seconds):
+            given.append(timeout_seconds)
+            return "sent"
+
+    client = Noting("a")
+    client.patience_seconds = 60.0
+    bridge = bridge_to(client)
+    source = SimpleNamespace(buckets=[SimpleNamespace(nbytes=5e9)] * 2, packed=lambda *_: None)
+    bridge._exchange._send(bridge._members, source, GROUP)
+    assert given == [60.0 + 10e9 / SLOWEST_BYTES_PER_SECOND]
 
 
 def test_the_failure_of_a_receiver_ends_a_send_that_does_not_notice_it(bridge_to):

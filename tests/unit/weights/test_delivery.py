@@ -6,6 +6,7 @@ The servers are scripted; the exchange between real processes is in `tests/integ
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from example_trainer.errors import CannotShare, CannotSwap, PublishFailed, Serve
 from example_trainer.weight_protocol.broadcast_group import BroadcastGroup
 from example_trainer.weight_protocol.client import Fence, ServerClient
 from example_trainer.weights.delivery import SENT_AT_ONCE, AdapterDelivery, BroadcastDelivery
-from example_trainer.weights.members import QUICK_SECONDS, Member, MemberCalls
+from example_trainer.weights.members import CALLED_AT_ONCE, QUICK_SECONDS, Member, MemberCalls
 from example_trainer.weights.testing import config_of
 
 from .test_members import info_of
@@ -80,7 +81,7 @@ class Client(ServerClient):
     def renew_publish(self, _):
         self.call("renew")
 
-    def load_broadcast(self, _, version):
+    def load_broadcast(self, _, version, __):
         self.call("load")
         self.loaded = version
 
@@ -131,6 +132,16 @@ def broadcast(cluster, calls):
     made = BroadcastDelivery(config, calls, lambda _: source)
     made.attach(SimpleNamespace(device=torch.device("cpu")))
     return made
+
+
+def test_a_broadcast_reaches_more_servers_than_are_called_at_once(broadcast, cluster, monkeypatch):
+    """Each waits for all others to join: with 64 threads for the calls a 65th server was never asked to."""
+    members = cluster.members(*(f"s{number}" for number in range(CALLED_AT_ONCE + 1)))
+    meeting = threading.Barrier(len(members))
+    monkeypatch.setattr(Client, "join_broadcast", lambda *_: meeting.wait(SLACK_SECONDS))
+    delivered = broadcast.deliver(members, 2, limit_seconds=SLACK_SECONDS)
+    assert delivered.served == members
+    assert set(cluster.versions().values()) == {2}
 
 
 @pytest.mark.parametrize("phase", PHASES)

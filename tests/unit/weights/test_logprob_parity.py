@@ -16,6 +16,7 @@ from example_trainer.weights.logprob_parity import (
     TOLERANCES,
     Difference,
     ProbeSample,
+    _check_written,
     _checked,
     compare,
     compare_sharded,
@@ -56,6 +57,21 @@ def sampled_by(policy, *, noise=0.0, rounding=False):
 def agrees(policy, samples):
     agreement = compare(policy, samples)
     return agreement.difference.within(agreement.limit)
+
+
+def test_a_tensor_that_the_server_of_a_bf16_model_keeps_in_fp32_is_compared_as_it_is_written():
+    master = torch.full((2,), 1.001)  # which bf16 rounds
+    policy = SimpleNamespace(
+        masters={"scale": master},
+        served={"scale": master.clone()},
+        forwards_from_masters=True,
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+    )
+    _check_written(policy)
+    policy.served["scale"][1] = 1.002
+    with pytest.raises(ProofFailed, match=r"1 served tensors differ from the trainer's \(scale\)"):
+        _check_written(policy)
 
 
 def test_fp32_of_an_ill_conditioned_model_is_allowed_what_fp32_rounds_and_not_more(tiny_family):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from example_trainer.weights.members import Member, MemberCalls
 from example_trainer.weights.registered import (
     FIRST_LIMIT_SECONDS,
     LEAST_LIMIT_SECONDS,
+    PROOF_SECONDS,
     RegisteredBridge,
 )
 from example_trainer.weights.testing import config_of
@@ -150,6 +152,41 @@ def test_a_server_that_is_lost_on_the_way_is_left_out_and_the_others_serve(bridg
     bridge._check.gone, bridge._delivery.loses = {"a"}, {}
     assert bridge.publish(2).servers == ("b",), "it ended while it was proven"
     assert bridge._members.lost == ["a", "a"]
+
+
+def test_a_busy_server_has_time_for_its_proof_as_long_as_it_is_there(bridge, monkeypatch):
+    """With the limit of a delivery, 10 s, servers that were full of long requests were left out at each check."""
+    monkeypatch.setattr(registered, "QUICK_SECONDS", 0.01)
+    monkeypatch.setattr(bridge._check, "run", lambda _, generate, **__: answers.append(generate({"n": 8})))
+    looks, answers, computed = [], [], threading.Event()
+
+    def info(**_):
+        looks.append("there")
+        if len(looks) > 2:
+            computed.set()
+
+    busy = member("a")
+    busy.client.info, busy.client.generate = info, lambda request: computed.wait(20) and {"answer to": request}
+    bridge._members.here = [busy]
+    assert bridge.publish(1).servers == ("a",)
+    assert answers == [{"answer to": {"n": 8}}]
+    assert busy.client.patience_seconds == PROOF_SECONDS
+
+
+def test_a_server_that_is_gone_while_it_is_proven_is_not_waited_for(bridge, monkeypatch):
+    monkeypatch.setattr(registered, "QUICK_SECONDS", 0.01)
+    monkeypatch.setattr(bridge._check, "run", lambda _, generate, **__: generate({}))
+    asked = threading.Event()
+
+    def info(**_):
+        raise ServerUnavailable("no answer")
+
+    gone = member("a")
+    gone.client.info, gone.client.generate = info, lambda _: asked.wait(20)
+    bridge._members.here = [gone, member("b", proven=True)]
+    assert bridge.publish(1).servers == ("b",)
+    assert bridge._members.lost == ["a"]
+    asked.set()
 
 
 def test_a_joiner_that_computes_something_else_never_serves_while_others_are_sound(bridge):

@@ -193,6 +193,24 @@ def test_a_server_that_reads_new_weights_in_place_is_started_again_on_the_newest
     assert float(load_file(tmp_path / "served" / "policy" / "model.safetensors")["weight"][0]) == 2.0
 
 
+def test_the_first_weights_that_each_server_reads_in_place_are_proven(ready, monkeypatch):
+    """VLLM loads them by other code, which leaves the experts of a mixture unpacked where the start packs them."""
+    bridge, _ = ready
+    bridge._config = bridge._config.model_copy(update={"restart_method": "reload"})
+    monkeypatch.setattr(bridge, "_reload", lambda *_: (SimpleNamespace(dtype=None, head_dtype=None), 0.0))
+    checked = []
+
+    def prove(_, version, __):
+        checked.append(version)
+        bridge._proven = True
+
+    monkeypatch.setattr(bridge, "_prove_or_put_off", prove)
+    for version in range(1, 8):
+        bridge._manager.running = version not in {1, 4}  # the server starts for these, and reads the others
+        bridge.publish(version)
+    assert checked == [1, 2, 5]
+
+
 @pytest.mark.parametrize(("dtype", "masters"), [(torch.bfloat16, "none"), (torch.float16, "host")])
 def test_the_whole_policy_for_the_check_of_a_sharded_one_has_no_masters_on_the_gpu(
     bridge, tmp_path, monkeypatch, dtype, masters
