@@ -16,8 +16,10 @@ import json
 import logging
 import os
 import socket
+import stat
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -166,6 +168,26 @@ def open_sockets(host: str, port: int, environ: MutableMapping[str, str]) -> Ser
     for each in sockets.values():
         each.set_inheritable(False)
     return ServerSockets(**sockets)
+
+
+def release_inherited() -> None:
+    """Release the TCP sockets that a forked process has inherited: with them it would hold its parent's port.
+
+    An engine of 1 GB needs seconds to end after its killed server; one that was started again meanwhile found its port
+    taken. The descriptors lead to the null device from now on: closed, their numbers would be given to other files,
+    which the inherited objects could close.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in [int(path.name) for path in Path("/dev/fd").iterdir()]:
+        with contextlib.suppress(OSError):  # the listing's own is closed
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode) and _is_tcp(descriptor):
+                os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
+
+
+def _is_tcp(descriptor: int) -> bool:
+    with socket.socket(fileno=os.dup(descriptor)) as copy:
+        return copy.family in {socket.AF_INET, socket.AF_INET6} and copy.type == socket.SOCK_STREAM
 
 
 def as_inherited(sockets: Mapping[str, socket.socket]) -> str:

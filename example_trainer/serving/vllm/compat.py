@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 from atropos_api.common.cliconfig import ConfigError, nearest
 from example_trainer.errors import CannotServe
 from example_trainer.processes.die_with_parent import die_with_parent
+from example_trainer.processes.ports import release_inherited
 from example_trainer.serving.vllm.failure_cause import note_cause
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ ENTRY_MODULE = "vllm.entrypoints.launchers.api_server.entry"
 
 
 class DieWithParentProcess(ForkProcess):
-    """A forked child that the kernel kills when its parent ends."""
+    """A forked child that the kernel kills when its parent ends, and that holds none of its ports."""
 
     def start(self) -> None:
         self._atropos_parent = os.getpid()
@@ -33,6 +34,7 @@ class DieWithParentProcess(ForkProcess):
 
     def run(self) -> None:
         die_with_parent(self._atropos_parent)
+        release_inherited()
         note_cause()
         super().run()
 

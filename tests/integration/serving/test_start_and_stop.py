@@ -190,6 +190,17 @@ def stop_under_load(server, wait_until):
 
 
 @pytest.mark.vllm
+def test_the_port_of_a_killed_server_is_free_while_its_engine_ends(start_server, wait_until):
+    """A launcher starts a killed server again at once, on the same port; an engine may need seconds to end."""
+    server = start_server()
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    held = {each.laddr.port for process in family for each in process.net_connections("tcp")}
+    assert httpx.URL(server.url).port not in held
+    server.process.kill()
+    wait_until(lambda: not any(map(is_alive, family)), 30)
+
+
+@pytest.mark.vllm
 def test_an_engine_that_was_spawned_ends_with_a_server_that_is_killed(start_server, wait_until):
     """On a GPU every engine is spawned; here vLLM starts the processes itself, with a worker below the engine core."""
     server = start_server(

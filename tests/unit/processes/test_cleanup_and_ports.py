@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from example_trainer.processes.cleanup import SharedMemoryLedger, keep_watch, sweep
-from example_trainer.processes.ports import PortTaken, free_port, free_ports, holder, require_free
+from example_trainer.processes.ports import PortTaken, free_port, free_ports, holder, listen, require_free
 from example_trainer.processes.tree import MARK_VARIABLE, adopting_orphans, wait_until
 
 
@@ -100,6 +100,38 @@ def test_a_port_that_was_chosen_is_given_to_no_other_process_and_can_be_listened
             assert chosen.isdisjoint(free_ports(500))
     with socket.socket() as anybody:
         anybody.bind(("127.0.0.1", chosen.pop()))
+
+
+RELEASES = """
+import socket, sys
+from example_trainer.processes.ports import release_inherited
+inherited = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
+release_inherited()
+with open("/dev/null") as opened:
+    [each.close() for each in inherited[:1]]
+    print(opened.read(), "released", flush=True)
+    inherited[1].send(b"kept")
+    sys.stdin.read()
+"""
+
+
+def test_a_forked_process_that_outlives_its_server_does_not_hold_the_servers_port() -> None:
+    """The engine of a killed server did, and the server that was started again found its port taken."""
+    listening, (ours, theirs) = listen("127.0.0.1", 0), socket.socketpair()
+    port, numbers = listening.getsockname()[1], [listening.fileno(), theirs.fileno()]
+    command = [sys.executable, "-c", RELEASES, *map(str, numbers)]
+    with (
+        ours,
+        subprocess.Popen(command, pass_fds=numbers, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine,
+    ):
+        listening.close()
+        theirs.close()
+        assert engine.stdout is not None
+        assert engine.stdout.readline().strip() == b"released"
+        assert ours.recv(4) == b"kept", "other sockets stay"
+        listen("127.0.0.1", port).close()
+        engine.communicate()
+    assert engine.returncode == 0
 
 
 def test_orphans_are_adopted_inside_the_block_alone() -> None:
