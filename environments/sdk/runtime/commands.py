@@ -48,11 +48,11 @@ async def prepare(env: Environment, *, needs_tokenizer: bool = True) -> None:
         await prepare_tokenizer(env)
     if not env.evaluation_only:
         await env.check_servers()
-        if config.late_members != "wait" and type(env).collect_trajectory is Environment.collect_trajectory:
+        # Under `close` it may return fewer rollouts itself.
+        if config.late_members == "redraw" and type(env).collect_trajectory is Environment.collect_trajectory:
             logger.warning(
-                "--env.late_members %s has no effect on the rollouts of %s, which collects the members of a group "
+                "--env.late_members redraw has no effect on the rollouts of %s, which collects the members of a group "
                 "together; it is for environments with a collect_trajectory",
-                config.late_members,
                 type(env).__name__,
             )
 

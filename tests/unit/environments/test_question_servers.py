@@ -315,12 +315,15 @@ def test_a_share_to_hold_out_is_refused_where_nothing_is_held_out():
     assert MathZeroEnvConfig(**MathZeroEnvConfig().model_dump()) == MathZeroEnvConfig()
 
 
-async def test_late_members_are_said_to_be_of_no_effect_where_a_group_is_collected_as_one(make, caplog):
-    """The option was accepted by each of our environments, and nothing was redrawn."""
-    for chosen in ("wait", "redraw"):
+async def test_redraw_is_said_to_be_of_no_effect_where_a_group_is_collected_as_one(make, caplog):
+    """Nothing is redrawn there; under `close` such an environment may return fewer rollouts, so that has an effect."""
+    for chosen in ("wait", "close", "redraw"):
         env, _ = await make(GSM8kEnv, [RIGHT], late_members=chosen)
         await prepare(env, needs_tokenizer=False)
-    assert [record.args for record in caplog.records if "late_members" in record.msg] == [("redraw", "GSM8kEnv")]
+    said = [record.getMessage() for record in caplog.records if "late_members" in record.msg]
+    assert [text.partition(" of a group")[0] for text in said] == [
+        "--env.late_members redraw has no effect on the rollouts of GSM8kEnv, which collects the members"
+    ]
 
 
 async def test_with_data_to_train_on_alone_some_of_it_is_held_out(make):
