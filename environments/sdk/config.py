@@ -214,10 +214,6 @@ class BaseEnvConfig(BaseModel):
     def check_names(self) -> None:
         """Raise an `AtroposError` for a name or file in these settings that does not exist; a launch ends with it."""
 
-    def steps_in(self, run_steps: int) -> int:
-        """Return `total_steps` in a run of so many steps: its own number, or -1 for that of the run, as in Atropos."""
-        return run_steps if self.total_steps == -1 and run_steps > 0 else self.total_steps
-
     def group_size_at(self, step: int, first_size: int) -> int:
         """Return the group size at a trainer step; a schedule that begins later has `first_size` before."""
         due = [size for start, size in self._schedule(first_size) if start <= step]

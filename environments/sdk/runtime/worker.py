@@ -88,7 +88,7 @@ class EnvironmentWorker:
         self._joined: tuple[str | None, int | None] | None = None
         """The run whose settings are adopted, and the number of its owner."""
         self._log_due = self._stopping = False
-        self._first_size = 0  # group size before the first step of the schedule
+        self._first_size = self._own_steps = 0  # `group_size` before a schedule, `total_steps` before a run
 
     @property
     def metrics(self) -> EnvironmentMetrics:
@@ -124,7 +124,7 @@ class EnvironmentWorker:
         self._evaluates = evaluates(self._env)
         await prepare(self._env)
         await self._env.setup()
-        self._first_size = self._env.config.group_size  # the schedule replaces it from now on
+        self._first_size, self._own_steps = self._env.config.group_size, self._env.config.total_steps
         info = await self._broker.register(self._env.config.group_size_at(0, self._first_size))
         logger.info("registered as %s with %s", info.display_name, self._env.config.rollout_server_url)
         self._background = group
@@ -192,7 +192,8 @@ class EnvironmentWorker:
         env.curr_step = self._pacing.current_step
         env.config.group_size = env.config.group_size_at(env.curr_step, self._first_size)
         env.checkpoint_dir = info.checkpoint_dir
-        env.config.total_steps = env.config.steps_in(info.num_steps)
+        if self._own_steps == -1:  # as in Atropos, that of the run
+            env.config.total_steps = info.num_steps or -1
         env.status_dict = self._status(self._pacing)
         await env.get_server_info()
         if self._leases is not None:

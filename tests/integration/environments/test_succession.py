@@ -23,7 +23,7 @@ async def test_a_run_that_begins_or_is_resumed_meanwhile_brings_its_own_settings
             saved.append(self.checkpoint_dir)
 
     fake = make_fake()
-    env = make_env(fake, tokenizer_folder, Keeping)
+    env = make_env(fake, tokenizer_folder, Keeping, total_steps=-1)
     _, client = memory_broker()
 
     async def run_trainers():
@@ -40,6 +40,7 @@ async def test_a_run_that_begins_or_is_resumed_meanwhile_brings_its_own_settings
             group.start_soon(run_trainers)
             await EnvironmentWorker(env, client).serve()
     assert (env.max_token_len, env.config.batch_size) == (300, 16)
+    assert env.config.total_steps == 4, "it kept the number of steps of the first run"
     assert set(saved) == {str(tmp_path / "two")}
 
 
