@@ -142,7 +142,9 @@ class _Function(RewardFunction):
 
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
         scores = self._function(completions, **{**self._options, **kwargs})
-        return [float(score) for score in (scores if isinstance(scores, Iterable) else [scores] * len(completions))]
+        # An array without a dimension has __iter__, and raises there.
+        is_one = not isinstance(scores, Iterable) or getattr(scores, "ndim", 1) == 0
+        return [float(score) for score in ([scores] * len(completions) if is_one else scores)]
 
 
 def as_function(name: str) -> Callable[..., list[float]]:

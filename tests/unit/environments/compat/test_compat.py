@@ -4,6 +4,7 @@ import inspect
 import json
 import sys
 
+import numpy as np
 import pytest
 
 from environments.compat import envs, rewards, servers, utils
@@ -175,8 +176,9 @@ def test_the_ground_truth_counts_before_a_solution_and_none_is_no_reference(monk
     assert score(["\\boxed{4}"], solution="4", ground_truth=None) == [1.0]
 
 
-def test_one_score_of_a_function_is_that_of_every_completion():
-    rewards.registry.register_function("same_for_all", lambda completions, **_: 0.5)
+@pytest.mark.parametrize("score", [0.5, np.float64(0.5), np.array(0.5)], ids=["float", "number", "array"])
+def test_one_score_of_a_function_is_that_of_every_completion(score):
+    rewards.registry.register_function("same_for_all", lambda completions, **_: score)
     assert rewards.registry.create("same_for_all")(["a", "b"]) == [0.5, 0.5]
 
 
