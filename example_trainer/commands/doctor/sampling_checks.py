@@ -178,19 +178,17 @@ def check_teacher(requested: RequestedRun) -> Iterator[Finding]:
 
 def check_defaults(requested: RequestedRun) -> Iterator[Finding]:
     """Check for sampling defaults that a server applies to requests which do not name a value."""
-    if requested.server is not None:
-        own = _as_mapping(requested.server_extras.get("override_generation_config"))
-        for name, value in _changing(own):
-            text = f"vllm.override_generation_config sets {name} {value} for requests to /v1 that do not name it"
-            yield warning("sampling", text, "leave it out: such a request is not sampled from the trained policy")
-    if requested.model is None or (requested.server is not None and requested.server.generation_config != "auto"):
+    if requested.server is None:
+        return  # environments name every value at a stock vLLM
+    own = _as_mapping(requested.server_extras.get("override_generation_config"))
+    for name, value in _changing(own):
+        text = f"vllm.override_generation_config sets {name} {value} for requests to /v1 that do not name it"
+        yield warning("sampling", text, "leave it out: such a request is not sampled from the trained policy")
+    if requested.model is None or requested.server.generation_config != "auto":
         return
-    who, advice = "a stock vLLM", "start the servers elsewhere with --generation-config vllm"
-    if requested.server is not None:
-        who, advice = "vllm.generation_config auto", "leave it out"
     for name, value in _changing(requested.model.generation_config):
-        text = f"generation_config.json sets {name} {value}; {who} applies it where a request names none"
-        yield warning("sampling", text, advice)
+        text = f"generation_config.json sets {name} {value}; vllm.generation_config auto applies it where a request "
+        yield warning("sampling", text + "names none", "leave it out")
 
 
 def _changing(defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
