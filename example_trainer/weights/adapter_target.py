@@ -27,6 +27,18 @@ from example_trainer.weight_protocol.transfer import AdapterPayload
 
 logger = logging.getLogger(__name__)
 
+_WHOLE_DISTRIBUTION = {
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+}
+"""Values that change nothing: a stock vLLM takes what a request leaves out from the model's generation_config.json, and
+the logprobs of Qwen2.5's top_k 20 are not those that the trainer computes.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerIdentity:
@@ -173,6 +185,7 @@ class StockServer:
         fields = {name: request[name] for name in ("n", "max_tokens", "temperature", "ignore_eos")}
         prompt = request["prompt"]["prompt_token_ids"]
         request_body = fields | {
+            **_WHOLE_DISTRIBUTION,
             "model": adapter_name(version),
             "prompt": prompt,
             "logprobs": 0,

@@ -179,7 +179,7 @@ def check_teacher(requested: RequestedRun) -> Iterator[Finding]:
 def check_defaults(requested: RequestedRun) -> Iterator[Finding]:
     """Check for sampling defaults that a server applies to requests which do not name a value."""
     if requested.server is None:
-        return  # environments name every value at a stock vLLM
+        return  # a stock vLLM is told every value, by environments and by the trainer's proof
     own = _as_mapping(requested.server_extras.get("override_generation_config"))
     for name, value in _changing(own):
         text = f"vllm.override_generation_config sets {name} {value} for requests to /v1 that do not name it"

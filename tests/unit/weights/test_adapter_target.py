@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -54,6 +56,24 @@ def test_r23_only_where_adapters_are_told_apart_by_name_clients_are_given_one(tm
     server.send(7, payload)
     assert server.policy_name(7) == name
     assert [(path, set(told)) for path, *told in routes.asked] == [(route, {"policy-v7", str(tmp_path / "policy-v7")})]
+
+
+def test_the_proof_samples_a_stock_server_without_the_models_own_defaults(tmp_path):
+    """With a top_k from generation_config.json the processed logprobs are not the trainer's: no publish was proven."""
+    asked = {}
+
+    def call(_method, _path, body):
+        asked.update(body)
+        return {"choices": [{"token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}]}
+
+    server = StockServer(SimpleNamespace(call=call, close=None), tmp_path, model="m", keep=2)
+    server._versions.append(3)
+    request = {"prompt": {"prompt_token_ids": [5]}, "n": 1, "max_tokens": 1, "temperature": 1.0, "ignore_eos": True}
+    assert server.generate(request)["logprobs"] == [[-0.5]]
+    neutral = {"top_p": 1, "top_k": 0, "min_p": 0}
+    neutral |= {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+    assert {name: asked[name] for name in neutral} == neutral
+    assert (asked["temperature"], asked["model"]) == (1.0, "policy-v3")
 
 
 @pytest.mark.parametrize("lost", ["request", "answer"])
