@@ -25,6 +25,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -188,6 +189,7 @@ class BaseEnvConfig(BaseModel):
     metrics_host: MetricsHost = "127.0.0.1"
     otlp_traces_endpoint: TracesEndpoint = None
 
+    _takes_steps: bool = PrivateAttr(default=False)
     _find_results = field_validator("data_path_to_save_groups", "data_dir_to_save_evals", mode="before")(named_path)
 
     @field_validator("group_size_schedule")
@@ -214,9 +216,11 @@ class BaseEnvConfig(BaseModel):
     def check_names(self) -> None:
         """Raise an `AtroposError` for a name or file in these settings that does not exist; a launch ends with it."""
 
-    def steps_in(self, run_steps: int) -> int:
-        """Return `total_steps` in a run of so many steps: its own number, or -1 for that of the run, as in Atropos."""
-        return run_steps if self.total_steps == -1 and run_steps > 0 else self.total_steps
+    def take_steps(self, run_steps: int) -> None:
+        """Set `total_steps` to the run's number of steps if it was given as -1, as in Atropos: in each run anew."""
+        self._takes_steps |= self.total_steps == -1
+        if self._takes_steps and run_steps > 0:
+            self.total_steps = run_steps
 
     def group_size_at(self, step: int, first_size: int) -> int:
         """Return the group size at a trainer step; a schedule that begins later has `first_size` before."""

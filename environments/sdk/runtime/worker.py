@@ -192,7 +192,7 @@ class EnvironmentWorker:
         env.curr_step = self._pacing.current_step
         env.config.group_size = env.config.group_size_at(env.curr_step, self._first_size)
         env.checkpoint_dir = info.checkpoint_dir
-        env.config.total_steps = env.config.steps_in(info.num_steps)
+        env.config.take_steps(info.num_steps)
         env.status_dict = self._status(self._pacing)
         await env.get_server_info()
         if self._leases is not None:

@@ -138,6 +138,16 @@ def test_a_schedule_that_gives_a_step_two_sizes_is_refused():
         BaseEnvConfig(group_size_schedule="0:8,0:4")
 
 
+@pytest.mark.parametrize(("given", "taken"), [(-1, [40, 60, 60]), (7, [7, 7, 7])])
+def test_total_steps_of_minus_one_is_the_number_of_steps_of_each_run(given, taken):
+    """A run that was resumed with more steps, or another one, left the first one's number there."""
+    config, found = BaseEnvConfig(total_steps=given), []
+    for run_steps in (40, 60, 0):
+        config.take_steps(run_steps)
+        found.append(config.total_steps)
+    assert found == taken
+
+
 def of_size(size):
     return to_wire({"tokens": [[5]] * size, "masks": [[5]] * size, "scores": [0] * size}, SampleLog("train"))
 
