@@ -25,7 +25,7 @@ from example_trainer.weight_protocol.client import ServerInfo, ShouldStop, never
 from example_trainer.weights.base import Cost, PublishReport, WeightBridge
 from example_trainer.weights.connection import check_server, named_token
 from example_trainer.weights.delivery import Proof, WeightDelivery
-from example_trainer.weights.members import QUICK_SECONDS, Member, MemberCalls, RegisteredMembers, Registry, look
+from example_trainer.weights.members import QUICK_SECONDS, Member, MemberCalls, RegisteredMembers, Registry
 from example_trainer.weights.publish_loop import ParityCheck
 
 logger = logging.getLogger(__name__)
@@ -187,5 +187,5 @@ class RegisteredBridge(WeightBridge):
         while not asked.wait(QUICK_SECONDS):
             if self._should_stop():
                 raise WaitStopped(f"told to stop while {member.client.url} answers a proof")
-            look(member)
+            member.client.info()  # raises an error if the server does not answer at all
         return asked.result()
