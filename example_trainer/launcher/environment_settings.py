@@ -221,10 +221,16 @@ def fillable_batches(group_sizes: Iterable[int], largest: int) -> frozenset[int]
     return frozenset(found)
 
 
-def require_fillable(environments: Sequence[EnvironmentSettings], flags: Mapping[str, Any], batch: int) -> None:
-    """Raise `ConfigError` if the group sizes that files and flags give to every environment never fill a batch."""
+def require_fillable(
+    environments: Sequence[EnvironmentSettings], flags: Mapping[str, Any], batch: int, *, steps: int, resumes: bool
+) -> None:
+    """Raise `ConfigError` if the group sizes that files and flags give to every environment never fill a batch.
+
+    A schedule may go on after the run's number of steps; of a run that `resumes`, only the last size is sure to come.
+    """
     given = [_sizes_by_step({**entry.env, **flags}) for entry in environments]
-    for start in sorted({step for sizes in given for step in sizes}):
+    starts = sorted({step for sizes in given for step in sizes if step < steps})
+    for start in starts[-1:] if resumes else starts:
         known = {sizes[max(step for step in sizes if step <= start)] for sizes in given}
         # A size that is not known is the environment's own: `atropos doctor` asks for it.
         if known and known.isdisjoint({0, None}) and batch not in fillable_batches(filter(None, known), batch):

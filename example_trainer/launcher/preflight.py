@@ -47,7 +47,13 @@ def plan_launch(settings: RunSettings) -> Launch:
     if config.resume == "auto" and config.run_dir is None and config.save_path is None:
         raise ConfigError("--resume auto: a new run directory holds no run; name that of the run with --run-dir")
     if "atropos_url" not in config.model_fields_set:  # else other environments may fill a batch
-        require_fillable(settings.environments, settings.flags["env"].values, config.sequences_per_batch)
+        require_fillable(
+            settings.environments,
+            settings.flags["env"].values,
+            config.sequences_per_batch,
+            steps=config.training_steps,
+            resumes=config.resume is not None,
+        )
     run = plan_run_dir(config.run_dir, name=config.name, log_dir=config.log_dir, resume=config.resume is not None)
     refuse_foreign_directory(run)
     if config.resume is None:

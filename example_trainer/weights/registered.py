@@ -16,7 +16,7 @@ from typing import Any
 
 from atropos_api.common.errors import AtroposError
 from example_trainer.api import BackgroundCall
-from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable
+from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable, WaitStopped
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import policy_options
 from example_trainer.modeling.policy import Policy
@@ -25,7 +25,7 @@ from example_trainer.weight_protocol.client import ServerInfo, ShouldStop, never
 from example_trainer.weights.base import Cost, PublishReport, WeightBridge
 from example_trainer.weights.connection import check_server, named_token
 from example_trainer.weights.delivery import Proof, WeightDelivery
-from example_trainer.weights.members import QUICK_SECONDS, Member, MemberCalls, RegisteredMembers, Registry, look
+from example_trainer.weights.members import QUICK_SECONDS, Member, MemberCalls, RegisteredMembers, Registry
 from example_trainer.weights.publish_loop import ParityCheck
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class RegisteredBridge(WeightBridge):
         self._config = config
         self._delivery = delivery
         self._calls = calls
+        self._should_stop = should_stop
         self._members = RegisteredMembers(
             registry,
             config.policy,
@@ -170,17 +171,21 @@ class RegisteredBridge(WeightBridge):
         member.client.patience_seconds = PROOF_SECONDS
         self._check.run(
             proof.policy,
-            partial(_generate, member),
+            partial(self._generate, member),
             version=version,
             boot_id=member.info.boot_id,
             max_model_len=member.info.max_model_len,
             compare_with=proof.compare_with,
         )
 
+    def _generate(self, member: Member, request: dict[str, Any]) -> dict[str, Any]:
+        """Return a server's answer; raise an error as soon as the server does not say how it is any more.
 
-def _generate(member: Member, request: dict[str, Any]) -> dict[str, Any]:
-    """Return a server's answer; raise an error as soon as the server does not say how it is any more."""
-    asked = BackgroundCall(partial(member.client.generate, request), name="proof")
-    while not asked.wait(QUICK_SECONDS):
-        look(member)
-    return asked.result()
+        Raises `WaitStopped` once the trainer is told to stop.
+        """
+        asked = BackgroundCall(partial(member.client.generate, request), name="proof")
+        while not asked.wait(QUICK_SECONDS):
+            if self._should_stop():
+                raise WaitStopped(f"told to stop while {member.client.url} answers a proof")
+            member.client.info()  # raises an error if the server does not answer at all
+        return asked.result()

@@ -96,7 +96,7 @@ class Killer:
 
 
 def server_at(url: str) -> int:
-    """Return the process id of the server at an address of this machine, whose socket its engine has inherited."""
+    """Return the process id of the server that listens at an address of this machine."""
     port = urlsplit(url).port
     found = psutil.net_connections("tcp")
     pid = next(each.pid for each in found if each.status == "LISTEN" and each.laddr.port == port and each.pid)

@@ -141,6 +141,10 @@ def test_what_of_a_preset_fits_no_environment_of_the_launch_is_said() -> None:
         ("--group-size 7 --env.group_size_schedule 0:8", False),
         ("--env.group_size_schedule 0:8,50:4", False),
         ("--env.group_size_schedule 0:8,50:6", True),
+        ("--env.group_size_schedule 0:8,50:6 --training-steps 50", False),
+        ("--env.group_size_schedule 0:6,50:8", True),
+        ("--env.group_size_schedule 0:6,50:8 --run-dir never-made --resume auto", False),
+        ("--env.group_size_schedule 0:8,50:6 --run-dir never-made --resume auto", True),
         ("--group-size 7 --env.group_size_schedule 50:8", True),
     ],
 )

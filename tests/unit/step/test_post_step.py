@@ -146,8 +146,10 @@ def test_the_steps_of_a_run_whose_inference_server_is_gone_are_kept(make, error,
     assert made == [("publish", 1), "save"], "nothing is committed: a resume gets the batches that are not covered"
 
 
-def test_weights_that_existed_in_the_memory_of_a_lost_server_alone_are_not_written(make):
-    post_step, made = make(None, weight_bridge_mode="shared_vllm", master_weights="none")
+@pytest.mark.parametrize("settings", [{"master_weights": "none"}, {"train_layer_indices": "0-1"}])
+def test_weights_that_existed_in_the_memory_of_a_lost_server_alone_are_not_written(make, settings):
+    """Those of layers that are not trained are in no other place either."""
+    post_step, made = make(None, weight_bridge_mode="shared_vllm", **settings)
     post_step._learner.policy.device = torch.device("cuda")
     with pytest.raises(WaitTimedOut):
         training_that_ends_with(WaitTimedOut("no server"), post_step).train()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from atropos_api.client import BrokerUnreachable
-from example_trainer.errors import CannotSwap, ProofFailed, PublishFailed, ServerUnavailable
+from example_trainer.errors import CannotSwap, ProofFailed, PublishFailed, ServerUnavailable, WaitStopped
 from example_trainer.weights import registered
 from example_trainer.weights.base import Cost
 from example_trainer.weights.delivery import Delivered, Proof
@@ -187,6 +187,22 @@ def test_a_server_that_is_gone_while_it_is_proven_is_not_waited_for(bridge, monk
     assert bridge.publish(1).servers == ("b",)
     assert bridge._members.lost == ["a"]
     asked.set()
+
+
+def test_a_trainer_that_is_told_to_stop_waits_for_no_proof(bridge, monkeypatch):
+    """It would be killed before it had written its checkpoint."""
+    monkeypatch.setattr(registered, "QUICK_SECONDS", 0.01)
+    monkeypatch.setattr(bridge._check, "run", lambda _, generate, **__: generate({}))
+    bridge._should_stop, answered = lambda: True, threading.Event()
+    busy = member("a")
+    busy.client.info, busy.client.generate = lambda **_: None, lambda _: answered.wait(20)
+    bridge._members.here = [busy]
+    try:
+        with pytest.raises(WaitStopped, match="http://a answers a proof"):
+            bridge.publish(1)
+    finally:
+        answered.set()
+    assert bridge._members.lost == []
 
 
 def test_a_joiner_that_computes_something_else_never_serves_while_others_are_sound(bridge):
