@@ -136,9 +136,9 @@ class PostStep:
         if not ends_batches(error) or not self._learner.ranks.have_heard(error):
             return
         lost_server = isinstance(error, PublishFailed | WaitTimedOut)
-        untrained_is_there = self._config.shares_memory and self._config.train_layer_indices is not None
-        is_alone = self._config.steps_served_weights or untrained_is_there
-        if lost_server and is_alone and self._learner.policy.device.type == "cuda":
+        serves_untrained = self._config.shares_memory and self._config.train_layer_indices is not None
+        only_copy = self._config.steps_served_weights or serves_untrained
+        if lost_server and only_copy and self._learner.policy.device.type == "cuda":
             return  # these weights, or those that are not trained, existed only in that server's memory
         with suppress(AtroposError):
             self.join()  # a publish reads the weights
