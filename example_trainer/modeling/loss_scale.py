@@ -1,7 +1,7 @@
 """Dynamic loss scaling: float16 gradients are computed from a loss times a scale, and divided by it afterwards.
 
 A float16 number below 6e-8 is 0 and one above 65,504 is infinite; bf16 and fp32 have neither limit in practice. With a
-mean over a thousand tokens, many gradients are below the first. A large scale moves them into float16's range, and the
+mean over a thousand tokens, many gradients are below 6e-8. A large scale moves them into float16's range, and the
 division takes place in the fp32 gradients of the masters, where nothing is lost (Micikevicius et al. 2018, "Mixed
 Precision Training"). A scale that is too large shows as a gradient that is not finite: that optimizer step is left out
 and the next one has half the scale.

@@ -139,7 +139,7 @@ class RaySeat(Seat):
         except ActorDiedError as error:
             self.lost = _cause(error)
         except (RayActorError, GetTimeoutError):
-            return  # not reached now: Ray says in time if the node is dead
+            return  # it cannot be reached at present; if its node is dead, Ray reports that later
 
 
 @dataclass(slots=True)
