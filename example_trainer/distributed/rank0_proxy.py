@@ -110,7 +110,7 @@ class RankedBridge(WeightBridge):
 
         if self._inner is None:
             self._policy = load_policy(self._options)
-        if self._options.sharding is not None:  # all ranks load together, so nothing can be told meanwhile
+        if self._options.sharding is not None:  # all ranks load together: no message can be sent meanwhile
             self._policy = self._policy or self._main.prepare()
         else:
             self._ranks.on_main(self._prepare_main)
@@ -146,7 +146,7 @@ class RankedBridge(WeightBridge):
             self._inner.close()
 
     def _prepare_main(self) -> None:
-        """Prepare rank 0's bridge: the others are told if its server refuses, or does not come."""
+        """Prepare rank 0's bridge; if its server refuses or does not answer in time, the other ranks get the error."""
         self._policy = self._main.prepare()
 
     def _call_main(self, call: Callable[[WeightBridge], AnswerT]) -> AnswerT:

@@ -83,9 +83,9 @@ def read_environments(
 
 
 def _with_own_names(entries: Sequence[EnvironmentSettings]) -> list[EnvironmentSettings]:
-    """Give a name of its own to each further environment of one server: to the broker those of one name are one.
+    """Give a name of its own to each further environment of one server, because the broker tells them apart by name.
 
-    It would lease the items of both as those of one process that is started again and again.
+    If two had the same name, it would lease the items of both as if one process were restarted again and again.
     """
     named: list[EnvironmentSettings] = []
     given = [str(entry.env["wandb_name"]) for entry in entries if entry.env.get("wandb_name")]

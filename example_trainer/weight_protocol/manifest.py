@@ -170,7 +170,7 @@ def _query_server(server_url: str | None) -> tuple[str | None, str | None]:
     try:
         with without_proxy.open(address, timeout=5) as answer:
             info = json.load(answer)
-    except (OSError, ValueError, HTTPException):  # no answer, or that of a program which is no server of ours
+    except (OSError, ValueError, HTTPException):  # no answer, or one of another program
         return None, address
     named = info.get("manifest_path") if isinstance(info, dict) else None
     return (str(named) if named else None), address

@@ -146,7 +146,7 @@ def _write(
     try:
         unlink_served(directory.parent, directory)
         shutil.rmtree(directory, ignore_errors=True)
-        # A resumed run believes the record, also after a power cut.
+        # A resumed run relies on the record, so the files must be on the disk even after a power cut.
         with raising_os_errors(), write_directory(directory, synced=record is not None) as partial:
             _check_space(partial, needed_bytes)
             write_tensors(partial, tensors)
