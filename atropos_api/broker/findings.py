@@ -1,6 +1,6 @@
 """The findings of a diagnosis: each says what a run waits for, how bad that is, and on which edge of the flow.
 
-They have a module of their own because `diagnosis` and `starting` both make some.
+This is a module of its own because `diagnosis` and `starting` both make findings.
 """
 
 from __future__ import annotations
