@@ -30,7 +30,7 @@ with their number, so that notifying them takes a part of a core only, however f
 """
 
 LATE_SECONDS: Final = 0.01
-"""Time by which the end of a lease may be noticed late: a timer is not set anew for less."""
+"""Time by which the end of a lease may be noticed late: a timer is not set again for less."""
 
 MOST_SHARED_SETS: Final = 64
 """Sets of servers whose encoding is kept, by policy; callers may ask for any number of policies."""

@@ -76,7 +76,7 @@ class PeriodicSync:
             self._ledger.written.wait()
             self._closing.wait(SYNC_INTERVAL_SECONDS)
             self._ledger.written.clear()
-            closing = self._closing.is_set()  # after `clear`: it may just have removed what `close` had set
+            closing = self._closing.is_set()  # read after `clear`, which may have undone the `set` of `close`
             try:
                 self._bodies.sync()
                 self._ledger.sync()
