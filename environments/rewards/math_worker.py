@@ -270,7 +270,7 @@ def expressions(text: str) -> tuple[Any, ...]:
     `\boxed{}`.
 
     Where the text is not mathematics, the number in it counts only if the rest is prose: math-verify takes the last
-    number of any text that it cannot read, and so read `6 \vee 5`, `\neq 5` and `6 | 5` as 5. Of a text of words that
+    number of any text that it cannot read, and so read `6 \vee 5`, `\neq 5` and `6 | 5` as 5. In a text of words that
     it does read (`5 people` as 5 times p, e, o, …) the number counts as well.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse

@@ -149,7 +149,7 @@ class ForeignParser:
 
 
 NO_JSON = (ValueError, RecursionError)
-"""Errors of Python's JSON decoder for what a model writes: a number of thousands of digits, say, is a `ValueError`."""
+"""Errors of Python's JSON decoder for what a model writes: a number of thousands of digits is a `ValueError`."""
 
 OWN_PARSERS: Mapping[str, type[HermesParser | JsonParser]] = {"hermes": HermesParser, "json": JsonParser}
 

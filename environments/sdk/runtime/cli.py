@@ -240,7 +240,7 @@ CLOSING_SECONDS = 10.0
 
 
 def run(verb: Verb, make_env: Callable[[], Environment]) -> int:
-    """Make the environment, run the verb and return the exit code. Of several errors the first is raised."""
+    """Make the environment, run the verb and return the exit code. If there are several errors, raise the first."""
     with listen_for_stop() as stop:
         allow_open_files()
         env = make_env()
