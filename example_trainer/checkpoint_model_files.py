@@ -273,7 +273,7 @@ def _hub_tokenizer(name: str) -> Any:
 
 
 def copy_generation_file(model_name: str, directory: Path) -> None:
-    """Copy the model's generation_config.json, if it has one: of several end tokens, config.json may name only one."""
+    """Copy the model's generation_config.json, if it has one: config.json may name only one of several end tokens."""
     from transformers.utils import cached_file
 
     try:

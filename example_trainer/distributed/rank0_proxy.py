@@ -1,7 +1,7 @@
 """Broker session and weight bridge of a run with several ranks: rank 0 makes the calls for all of them.
 
 The training loop is the same on every rank. Each call to the broker or the bridge is made once, by rank 0, and all
-ranks get the result, so that they decide alike. Batches are the exception: each rank fetches its own slice of whole
+ranks get the result, so that they decide the same. Batches are the exception: each rank fetches its own slice of whole
 groups from the broker, in a thread of its own.
 
 Sharded weights are broadcast one bucket at a time, which all ranks gather. A publish may be repeated after a failure of

@@ -226,7 +226,7 @@ def require_fillable(
 ) -> None:
     """Raise `ConfigError` if the group sizes that files and flags give to every environment never fill a batch.
 
-    A schedule may go on after the run's number of steps; of a run that `resumes`, only the last size is sure to come.
+    A schedule may go on after the run's number of steps; if it `resumes` a run, only the last size is sure to be used.
     """
     given = [_sizes_by_step({**entry.env, **flags}) for entry in environments]
     starts = sorted({step for sizes in given for step in sizes if step < steps})

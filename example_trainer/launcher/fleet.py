@@ -158,7 +158,7 @@ class Fleet:
             return None
         child, why = failure.child, failure.final_cause
         with suppress(AtroposError):
-            self._read_states()  # those of the last poll are up to a second old: the others may serve only since then
+            self._read_states()  # the last poll's states are up to a second old; others may serve since then
         if not any(other is not server and self._serves(other) for other in self._staying()):
             return None
         how = f"it {describe_end(child)}{f' ({why})' if why else ''}"

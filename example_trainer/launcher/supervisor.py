@@ -274,7 +274,7 @@ def _is_short_task(process: psutil.Process, child: Child) -> bool | None:
     None if the process does not tell: it may be ending.
     """
     try:
-        # Asked anew: psutil keeps the first answer, which is the parent's program before an exec.
+        # A new object: psutil keeps the first answer, which is the parent's program before an exec.
         program, command = psutil.Process(process.pid).exe(), process.cmdline()
     except psutil.Error:
         return None

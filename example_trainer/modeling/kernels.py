@@ -139,7 +139,7 @@ def _compile_layers(module: nn.Module, dtype: torch.dtype) -> None:
     """Compile the forward of each kind of decoder layer once, for any number of tokens."""
     from transformers.modeling_utils import AttentionInterface
 
-    # Its buckets differ from batch to batch, and each would be compiled anew.
+    # Its buckets differ from batch to batch, and each new one would be compiled.
     whole: Any = torch.compiler.disable(attention.packed_attention)  # type: ignore[no-untyped-call]  # untyped in torch
     AttentionInterface.register(attention.ATTENTION_NAME, whole)
     compiled: dict[Callable[..., Any], Callable[..., Any]] = {}

@@ -108,7 +108,7 @@ def _head_difference(module: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest difference of the logprobs of `tokens` `[1, L]`, the module's and those by its head, and the
     largest logit.
 
-    Both heads compute in the dtype of the model, so that they round alike.
+    Both heads compute in the dtype of the model, so that they round in the same way.
     """
     weight, bias = head_of(module)
     states = find_backbone(module)(input_ids=tokens, use_cache=False).last_hidden_state[0]

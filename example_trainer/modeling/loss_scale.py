@@ -7,8 +7,8 @@ Precision Training"). A scale that is too large shows as a gradient that is not 
 and the next one has half the scale.
 
 Numbers and rules are those of `torch.amp.GradScaler`. That class decides for each process by its own gradients; here
-the decision is the caller's, who has the global norm over all ranks anyway, so that all ranks decide alike. Every scale
-is a power of two, so that scaling rounds nothing.
+the decision is the caller's, who has the global norm over all ranks anyway, so that all ranks decide the same. Every
+scale is a power of two, so that scaling rounds nothing.
 """
 
 from __future__ import annotations

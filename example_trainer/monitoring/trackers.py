@@ -295,7 +295,7 @@ def _keep_steps_up_to(path: Path, step: int) -> None:
 class MetricsTail:
     """A reader of the complete lines that were appended to a JSONL file since the last call.
 
-    A trainer that resumes replaces the file by one without the steps that it trains again; of the new file only rows
+    A trainer that resumes replaces the file by one without the steps that it trains again; from the new file only rows
     that are younger than all rows read before are returned.
     """
 

@@ -98,7 +98,8 @@ def load_manifest(path: Path) -> BridgeManifest:
 def find_manifest(flag: str | None, environ: Mapping[str, str], server_url: str | None) -> Path:
     """Return the manifest's path: from the flag unless `auto`, else `$LOGDIR`, the server or the current directory.
 
-    Of several, one that the server at this address wrote comes before what a killed one, or another, has left.
+    If there are several, the one of the server at this address precedes those that a killed server, or another, has
+    left.
     """
     if flag and flag != "auto":
         given = Path(flag)

@@ -119,7 +119,7 @@ def link_served(directory: Path) -> Path:
     """Make the link beside a complete checkpoint lead to it, in one rename, and return the link.
 
     vLLM's cache of compiled graphs counts the model's path as part of the model: under a new name each server would
-    compile anew, 20 to 60 s. Where no link can be made the checkpoint's own path is returned.
+    compile again, 20 to 60 s. Where no link can be made the checkpoint's own path is returned.
     """
     link = directory.with_name(LINK)
     try:

@@ -3,7 +3,7 @@
 A gang is one program here: it has succeeded once all its processes have, and has failed once one of them fails. A
 process that loses another one exits with a refusal, perhaps before the other has exited. The exit code of the other
 tells more, so it is awaited. Then all of them are stopped, and started again together. Where a seat is lost, the role
-is released and placed anew in a thread, so that the launch goes on meanwhile; a role that finds no place in time has
+is released and placed again in a thread, so that the launch goes on meanwhile; a role that finds no place in time has
 failed once more.
 """
 
