@@ -333,7 +333,7 @@ async def _unless_stopped(work: Coroutine[Any, Any, int | None], stop: StopReque
         stopped.cancel()
 
 
-GC_THRESHOLD = 50_000  # more than the rollouts in flight hold: with 700 they would be scanned all the time
+GC_THRESHOLD = 50_000  # more objects than the rollouts in flight have: at 700 they would be scanned all the time
 
 
 def allow_open_files() -> None:

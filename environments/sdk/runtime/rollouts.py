@@ -128,7 +128,7 @@ class RolloutRunner:
                         collected, more = await self._env.collect_trajectories(drawn.item)
                         finished = await self._env.postprocess_histories(collected) if collected else None
                     if finished is not None:
-                        with contained():  # no time limit: a late teacher costs its logprobs, not the group
+                        with contained():  # no time limit: if a teacher is late, only its logprobs are missing
                             await self._env.handle_send_to_api(finished, drawn.item)
             finally:
                 await self._clean_up(drawn)
