@@ -200,7 +200,7 @@ def _probe(policy: Policy, layout: LayoutKind, passes: HeadPasses | None) -> tup
     varlen = attention.uses_varlen(policy.device, policy.dtype)
     (micro,) = pack_rows(rows, 1 << 20, device=policy.device, layout=layout, varlen=varlen)
     labels = torch.from_numpy(np.concatenate([row.tokens[row.targets] for row in rows])).to(policy.device)
-    policy.module.train(not policy.has_dropout)  # random numbers differ
+    policy.module.train(not policy.has_dropout)  # dropout would differ by its random numbers
     try:
         values = policy.compute(_score, micro, labels[micro.target_index], passes)
         (values.sum() / first).backward()  # type: ignore[no-untyped-call]  # untyped in torch
