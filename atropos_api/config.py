@@ -66,7 +66,7 @@ class AddressOptions(BaseModel):
     @classmethod
     def _check_store(cls, value: str) -> str:
         scheme, found, _ = value.partition("://")
-        is_url = found or scheme.startswith(("redis:", "rediss:"))  # one with a slash too few would be a directory
+        is_url = found or scheme.startswith(("redis:", "rediss:"))  # else redis:/host would name a directory
         if not value or "\0" in value or (is_url and scheme not in {"redis", "rediss"}):
             raise ValueError("name a directory, say memory, or give the URL of a Redis (redis://host:port/database)")
         return value if found else str(named_path(value))

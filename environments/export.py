@@ -341,7 +341,7 @@ def latest_of_broker(url: str, count: int, *, token: str | None = None) -> Sourc
             with without_proxy.open(request, timeout=10) as answer:
                 content = answer.read()
             group = json.loads(content) if content else None  # it is empty until a first group has come
-        except (OSError, ValueError, HTTPException) as error:  # the last if no HTTP is spoken there
+        except (OSError, ValueError, HTTPException) as error:  # HTTPException: the answer is not HTTP
             raise GroupsUnreadable(f"{url}: no group could be fetched ({error})") from error
         if isinstance(group, dict) and group.get("scores") and group not in seen:
             seen.appendleft(group)

@@ -206,7 +206,7 @@ def _find_class(server: str) -> type[Environment]:
 def _load_file(path: Path) -> ModuleType:
     """Import a file as Python runs it: with its folder first on the path, but not as `__main__`."""
     sys.path.insert(0, str(path.parent.absolute()))
-    sys.argv[0] = str(path)  # a run file is accepted as written for this environment by this name
+    sys.argv[0] = str(path)  # by it `drop_foreign_keys` knows if a run file is for this environment
     return import_file(path)
 
 

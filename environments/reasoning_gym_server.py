@@ -50,8 +50,8 @@ class ReasoningGymMissing(EnvironmentsError):
 
 
 class ReasoningGymEnvConfig(BaseEnvConfig):
-    """The configuration adds these settings; it has none for data, because `--env.dataset_name TASK` was accepted and
-    another task trained.
+    """The configuration adds these settings. It has none for data: `--env.dataset_name TASK`, typed in place of
+    `--env.dataset`, would be accepted, and another task would be trained.
     """
 
     dataset: str = Field("chain_sum", description="Name of a task of reasoning-gym.")

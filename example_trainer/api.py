@@ -306,8 +306,8 @@ class BatchFeed(Generic[ResultT]):
 def ends_batches(error: Exception) -> bool:
     """Return True for an error that comes in place of a batch or of a publish, between two changes of the weights.
 
-    The batches since the last checkpoint may be gone with their broker; with --checkpoint-interval 0 those of all steps
-    are. A broker that has lost its store does not know the run.
+    The batches since the last checkpoint may be gone with their broker; with --checkpoint-interval 0 the batches of all
+    steps are. A broker that has lost its store does not know the run.
     """
     if isinstance(error, RanksFailed):
         return error.ends_batches

@@ -64,7 +64,7 @@ def raising_os_errors() -> Iterator[None]:
     except SafetensorError as error:
         raise OSError(str(error)) from error
     except RuntimeError as error:
-        # Torch tells the place in its source; the cause is known if it writes to a file that Python has opened.
+        # Torch's message names only a line of its source; if Python opened the file, the context is the true error.
         if isinstance(cause := error.__context__, OSError):
             raise OSError(*cause.args) from error
         raise
@@ -245,7 +245,7 @@ def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     for file, names in split.filename_to_tensors.items():
         save_file({name: tensors[name] for name in names}, directory / file, metadata={"format": "pt"})
     if split.is_sharded:
-        size = sum(tensor.nbytes for tensor in tensors.values())  # hub's counts all memory that tensors share
+        size = sum(tensor.nbytes for tensor in tensors.values())  # the sum in `split` includes shared memory
         index = {"metadata": {"total_size": size}, "weight_map": split.tensor_to_filename}
         _write_json(directory / "model.safetensors.index.json", index)
 
@@ -273,7 +273,7 @@ def _hub_tokenizer(name: str) -> Any:
 
 
 def copy_generation_file(model_name: str, directory: Path) -> None:
-    """Copy the model's generation_config.json, if it has one: of several end tokens, config.json may name only one."""
+    """Copy the model's generation_config.json, if it has one: config.json may name only one of several end tokens."""
     from transformers.utils import cached_file
 
     try:

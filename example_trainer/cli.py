@@ -135,7 +135,7 @@ def run(argv: list[str]) -> int:
     sections = [read_sections(path).get("vllm") or {} for path in paths]
     asked, remarks = with_own_section(asked, sections, named_in(own, TrainerCommand))
     if asked.may_start_server:
-        validate(ServerConfig, {"model": asked.model_name, **asked.vllm_settings})  # vLLM itself would look much later
+        validate(ServerConfig, {"model": asked.model_name, **asked.vllm_settings})  # vLLM checks them much later
     choice = preflight(asked, starts_server=not asked.servers_outlive_publish)
     config = settle_run_dir(with_changes(asked, choice.changes))
     if command.dry_run:
@@ -245,14 +245,14 @@ def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks, logs
             stop.training = True
             finished = trainer.train()
     except AtroposError as error:
-        # A first start that nothing answers may have a wrong address; of a run that goes on, the address was right.
+        # At a first start the address may be wrong; in a run that has begun, or is resumed, it was right before.
         waited = isinstance(error, WaitTimedOut)  # for an inference server
         was_there = stop.training if waited else session.begun is not None
         if not (waited or is_outage(error)) or not (was_there or config.resume is not None):
             raise
         sys.stderr.write(f"{PROG}: error: {redact_text(str(error))}\n")
         finished = False
-        if trainer.stopped_by is None and stop.signal_number is None:  # else the run was ending: a start would go on
+        if trainer.stopped_by is None and stop.signal_number is None:  # else it was to end, so it need not be resumed
             sys.stderr.write(f"{PROG}: --resume auto goes on from the newest checkpoint\n")
             return OUTAGE
     finally:

@@ -208,7 +208,7 @@ def _why_left_out(group: Group, candidate: Candidate, index: int, signal: bool, 
         (_is_zeroed(group, index), "zeroed"),
         (not signal, "no_signal"),
         (settings.overlong.mask and is_truncated(len(candidate.targets), settings.overlong), "truncated"),
-        (len(candidate.tokens) > settings.max_tokens, "overlong"),  # the last: these may be cut and trained
+        (len(candidate.tokens) > settings.max_tokens, "overlong"),  # last, because these may be cut and trained
     )
     return next((cause for holds, cause in causes if holds), None)
 

@@ -47,7 +47,7 @@ def refuse_changed_settings(
         if _meant(name, before) != _meant(name, now):
             raise _changed(name, before, state, config)
     masters = state.config.get("master_weights", config.master_weights)
-    # Without masters the optimizer of bf16 weights rounds, and has another state; under --dtype auto the load finds it.
+    # Without masters, an optimizer of bf16 weights rounds and keeps other state. With --dtype auto, loading detects it.
     steps_bf16 = {state.config.get("dtype"), config.dtype} == {"bfloat16"}
     if steps_bf16 and masters != config.master_weights and "none" in {masters, config.master_weights}:
         raise _changed("master_weights", masters, state, config)

@@ -63,7 +63,7 @@ def random_state() -> RandomState:
 def restore_random(state: RandomState, *, rank: int = 0) -> None:
     """Restore torch's generators from `random_state`; from the states of several ranks, take this rank's.
 
-    Of the states of more GPUs than there are here, the first are taken.
+    If it has the states of more GPUs than there are here, the first are taken.
     """
     import torch
 

@@ -145,7 +145,7 @@ class Trainer:
         self.progress.version = max(info.highest_policy_version, self._bridge.highest_version(), used_version or 0)
         if checkpoint is not None and state is not None:
             self._train_step.resume(checkpoint, state)
-            # After it is loaded: with one that is refused, `auto` would be refused as well from here on.
+            # Only once it is loaded: `--resume auto` takes the checkpoint that this records, so it must be usable.
             self._ranks.on_main(partial(continue_at, config.checkpoint_root, checkpoint))
         self._tracker = self._trackers.at(self.progress.step if resumes else None)
         if self._reporter is not None:

@@ -203,7 +203,7 @@ class Learner:
                 "--off-policy-mask, --mismatch-correction)"
             )
             return
-        with self.policy.changing():  # a stop may end the wait for the server, and nothing may have changed then
+        with self.policy.changing():  # a stop may end this wait for the server, so nothing changes before it
             if self.loss_scale is not None:
                 self.loss_scale.stepped()
             self.updates += 1

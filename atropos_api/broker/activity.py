@@ -1,6 +1,6 @@
 """The activity of a run's parts: the reports they sent, the waits of the trainer that the broker sees, and rates.
 
-Nothing of it is needed for training or stored: after a restart of the broker it is known again within seconds.
+Training does not need it and it is not stored: after a restart of the broker it is known again within seconds.
 """
 
 from __future__ import annotations
@@ -137,11 +137,11 @@ class Activity:
         """Return the rates per second over the last half minute; None until two samples are a second apart."""
         samples = self._samples
         if len(samples) > 1 and samples[-1].time - samples[-2].time < RATE_SECONDS <= totals.time - samples[-1].time:
-            samples.clear()  # the mean since its watchers left, perhaps over a night, is not the rate of now
+            samples.clear()  # nobody has asked for long, perhaps a night; a mean over that time is not the present rate
         if not samples or totals.time - samples[-1].time >= SAMPLE_SECONDS or totals.time < samples[-1].time:
             samples.append(totals)
         while len(samples) > 1:
-            # A caller that comes less often is told the mean since its call before; a watcher after it is not.
+            # A caller that asks rarely gets the mean since its last call; the next one that asks often does not.
             was_watched = samples[1].time - samples[0].time < RATE_SECONDS
             if totals.time - samples[1].time < (RATE_SECONDS if was_watched else SAMPLE_SECONDS):
                 break

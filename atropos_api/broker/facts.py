@@ -81,7 +81,7 @@ class Facts:
     queued_sequences: int = 0
     outstanding: int = 0
     limit: int = 0
-    """The `outstanding` from which on no environment gets room, in the run's unit."""
+    """The `outstanding` from which on environments may start no more groups, in the run's unit."""
     unit: str = "sequences"
     batch_size: int = 0
     batch_number: int = 0

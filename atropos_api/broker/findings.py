@@ -1,6 +1,6 @@
 """The findings of a diagnosis: each says what a run waits for, how bad that is, and on which edge of the flow.
 
-They stand apart from the rules because `diagnosis` and `starting` both make some.
+This is a module of its own because `diagnosis` and `starting` both make findings.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Severity = Literal["blocked", "slow", "ok"]
 EDGES: Final[tuple[EdgeName, ...]] = get_args(EdgeName)
 
 HARMLESS_UNLESS_WAITED_FOR: Final = frozenset({"tool", "straggler"})
-"""Rules whose findings stay notes while the trainer has enough to train."""
+"""Rules whose findings are only notes of a diagnosis, never its main finding, while the trainer has enough to train."""
 
 
 class Finding(msgspec.Struct, kw_only=True):
@@ -33,7 +33,7 @@ class Finding(msgspec.Struct, kw_only=True):
 
 
 class Diagnosis(msgspec.Struct, kw_only=True):
-    """The finding to read first, and the others that hold."""
+    """The most important finding, and the others that apply."""
 
     finding: Finding
     notes: list[Finding]

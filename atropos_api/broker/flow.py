@@ -48,7 +48,7 @@ class FlowStatus(msgspec.Struct, kw_only=True):
     outstanding: int
     """The amount queued, or in batches that are not trained yet, in the run's unit."""
     limit: int
-    """The `outstanding` from which on no environment gets room; 0 without an open run."""
+    """The `outstanding` from which on environments may start no more groups; 0 without an open run."""
     diagnosis: Diagnosis
 
 
@@ -154,7 +154,7 @@ def gather(broker: Broker, *, store_failure: str | None = None) -> Facts:
     now, activity = state.clock(), state.activity
     outstanding, limit = broker.pacer.budget(run)
     wait = activity.batch_wait
-    # The trainer waits neither for a batch that it fetches while it trains the one before, nor for one that it has got.
+    # The trainer does not wait for a batch that it has, or that it fetches while it still trains the one before.
     waits = run.handed_batch < wait.number <= broker.trained_steps(run) - run.starting_step + 1
     report = activity.trainers.get(run.run_id)
     age = now - report.at if report is not None else 0.0

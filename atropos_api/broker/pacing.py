@@ -225,7 +225,7 @@ class Pacer:
         return outstanding < limit
 
     def budget(self, run: RunRow) -> tuple[int, int]:
-        """Return the amount that is queued or batched, and the amount from which on no environment gets room.
+        """Return the amount queued or batched, and the amount from which on environments may start no more groups.
 
         Both are in the run's unit.
         """

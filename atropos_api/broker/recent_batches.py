@@ -68,7 +68,7 @@ class RecentBatches:
                 if body is not None and fits and index not in batch.groups:
                     batch.groups[index] = RecentGroup(row, body)
                     self._count(batch, len(body))
-            if not batch.groups:  # none fits: there is nothing to show, and nothing to count that would make it go
+            if not batch.groups:  # none fits; an empty batch has no bytes for which it would be dropped later
                 self._drop((whole[0].run_id, number))
         self._shrink()
 

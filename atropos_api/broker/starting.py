@@ -20,7 +20,7 @@ NOT_THERE_YET: Final[Mapping[str, str]] = {
 """Rules that find a part missing, with the part: while a run starts, none of them is a stall."""
 
 AFTER_PUBLISH: Final = frozenset({"no-environment"})
-"""Of these rules, those that are no stall after the first publish either. The others are stalls from then on: the
+"""Those of these rules that are no stall after the first publish either. The others are stalls from then on: the
 trainer and a server were there when the first weights were published.
 """
 

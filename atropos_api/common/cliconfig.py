@@ -188,7 +188,7 @@ def run_cli(main: Callable[[list[str]], int]) -> NoReturn:
 
 
 _LASTING = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG})
-"""Errors of a path that another attempt does not mend: this user may not use it, or nobody can."""
+"""Errors of a path that would occur at each attempt: this user may not use it, or no user can."""
 
 
 def _end_with(error: OSError) -> tuple[int, str]:

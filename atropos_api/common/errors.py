@@ -1,6 +1,6 @@
 """The root of every error that a user of the command line reads, and the exit codes of a program that ends with one.
 
-It stands alone because every package derives errors from it, so it must import nothing of them.
+It is a module of its own because every package derives errors from it, so it must import nothing of them.
 """
 
 from __future__ import annotations

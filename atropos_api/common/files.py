@@ -137,7 +137,7 @@ class OutputFile:
 
     def write_line(self, line: str) -> None:
         self._file.write(line.encode() + b"\n")
-        self._file.flush()  # it may hold groups that the broker no longer has
+        self._file.flush()  # the line may hold a group that the broker no longer has
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -202,7 +202,7 @@ class RecentLines:
         """Close the file; the next line opens it again."""
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # of a line whose write has failed before
+            with suppress(OSError):  # closing tries once more to write a line that could not be written
                 file.close()
 
     def trim(self) -> None:
@@ -229,8 +229,8 @@ def named_path(value: object) -> object:
     """Return a path as a user has written it with the home directory for its `~`; refuse an empty text."""
     if value == "":  # as from a shell's unset variable; it would mean the present directory
         raise ValueError("an empty text is not a path; name one, or leave the option out")
-    # No shell has seen the ~ of a run file, or that of --run-dir=~/runs: a folder of that name would be made.
-    # Path would take the ./auto of a --resume for the word auto.
+    # A shell does not expand the ~ in a run file or in --run-dir=~/runs, so a folder named ~ would be made.
+    # `Path.expanduser` would turn --resume ./auto, a path, into the word auto.
     return os.path.expanduser(value) if isinstance(value, str | Path) else value  # noqa: PTH111
 
 

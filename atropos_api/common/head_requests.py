@@ -1,6 +1,6 @@
 """HEAD requests, which load balancers and `curl -I` send: FastAPI's routes for GET refuse them.
 
-It stands alone because the broker and the inference server both answer them so.
+It is a module of its own because the broker and the inference server both use it.
 """
 
 from __future__ import annotations

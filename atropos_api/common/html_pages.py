@@ -36,7 +36,7 @@ def make_page(title: str, body: str, *, style: str = "", refresh_seconds: int | 
 
 
 def is_page(path: Path) -> bool:
-    """Return True if a file begins as the pages of `make_page` do, so that replacing it loses nobody's work.
+    """Return True if a file begins as the pages of `make_page` do, so that it can be replaced without a loss.
 
     A file that cannot be read is none.
     """

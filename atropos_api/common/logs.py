@@ -111,6 +111,6 @@ def setup_logging(name: str, *, level: str = "INFO", form: LogFormat = "text") -
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(form == "json")
     for chatty in ("httpx", "httpcore"):
-        # One line per request would bury everything else: the environments poll many times a second.
+        # With a line per request nothing else could be found: the environments poll many times a second.
         logging.getLogger(chatty).setLevel(logging.WARNING)
     return context

@@ -1,7 +1,7 @@
 """Control over freed memory: glibc's defaults cost the broker time and let other processes grow.
 
 The broker allocates and frees bodies of some megabytes, hundreds a second. By default glibc gives such blocks back to
-the system at once and asks for the same pages again, and clearing them anew costs more than all work on the bodies.
+the system at once and asks for the same pages again, and clearing them again costs more than all work on the bodies.
 `keep_freed_memory` keeps a bounded amount instead; from time to time `Trimmer` returns what a burst left free between
 blocks in use. `return_freed_memory` is for dropped adapters: glibc takes new memory for a block that fits into no gap,
 so over hundreds of adapters a process would grow by some tens of MiB of unused memory.

@@ -87,7 +87,7 @@ class Option:
     def decode(self, given: object) -> object:
         """Return text as pydantic should see it: `None` for nullable options, a mapping for JSON or KEY=VALUE words."""
         while self.nullable and isinstance(given, list) and "None" in given:
-            given = given[given.index("None") + 1 :]  # it takes back what the flag has given before
+            given = given[given.index("None") + 1 :]  # None discards the values that come before it
         if self.nullable and given in ("None", []):
             return None
         return _as_mapping(given) if self.kind == "json" and isinstance(given, list) else given

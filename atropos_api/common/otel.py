@@ -1,4 +1,4 @@
-"""OpenTelemetry behind `tracing.Tracing`; it stands alone because it is imported only if traces are asked for.
+"""OpenTelemetry behind `tracing.Tracing`: a module of its own, because it is imported only if traces are asked for.
 
 OpenTelemetry's own variables apply: `OTEL_TRACES_SAMPLER` and `OTEL_TRACES_SAMPLER_ARG` choose which part of all
 rollouts is traced, `OTEL_EXPORTER_OTLP_HEADERS` holds keys, and `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL` is `grpc` or

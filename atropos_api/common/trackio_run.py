@@ -1,4 +1,4 @@
-"""One run in Trackio, of a trainer or an environment: two packages begin theirs in the same way, so this stands alone.
+"""One run in Trackio, of a trainer or an environment: a module of its own, because two packages begin runs in this way.
 
 Trackio itself reads `TRACKIO_SPACE_ID` and `TRACKIO_DIR`; the project is that of `TRACKIO_PROJECT`. A run is found
 again by its name.

@@ -30,7 +30,7 @@ with their number, so that notifying them takes a part of a core only, however f
 """
 
 LATE_SECONDS: Final = 0.01
-"""Time by which the end of a lease may be noticed late: a timer is not set anew for less."""
+"""Time by which the end of a lease may be noticed late: a timer is not set again for less."""
 
 MOST_SHARED_SETS: Final = 64
 """Sets of servers whose encoding is kept, by policy; callers may ask for any number of policies."""
@@ -157,7 +157,7 @@ class AppContext:
             if self._lease_timer_at <= loop.time() + seconds + LATE_SECONDS:
                 return
             self._lease_timer.cancel()  # it was for a longer lease, such as that of a server which loads its model
-        # Not asked of the timer: for a time under a millisecond uvloop returns a handle that does not know it.
+        # It is stored here because for a time under a millisecond uvloop returns a handle that does not know it.
         self._lease_timer_at = loop.time() + seconds
         self._lease_timer = loop.call_later(seconds, self._end_leases)
 

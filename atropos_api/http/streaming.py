@@ -218,7 +218,7 @@ class LongPoll:
         if remaining <= 0 or self._context.stopping or self._is_closing():
             return False
         await notifier.wait(min(remaining, at_most), until=self._disconnected())
-        # Another look for a caller that is gone would count as its call, after the one by which it has left.
+        # For a caller that is gone the handler must not look again: that would count as a call after it has left.
         return not self._is_closing()
 
     def _is_closing(self) -> bool:

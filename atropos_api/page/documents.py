@@ -67,7 +67,7 @@ class GroupSummary(msgspec.Struct, kw_only=True):
     batch: int
     """Number of its batch; 0 while it is queued."""
     group: int
-    """Its index in the batch; of a queued group, its place in the order of arrival."""
+    """Its index in the batch or, while it is queued, its place in the order of arrival."""
     environment_id: int | None
     environment: str
     rewards: list[float]

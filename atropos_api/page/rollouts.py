@@ -37,7 +37,7 @@ Only = Literal["all", "equal", "mixed", "failed", "remarked"]
 """Choice of groups: those with equal rewards or different ones, with a reward of 0 or less, or with a remark."""
 
 REMARK_TEXTS: Final = ("finish_reason", "error")
-"""Overrides whose text is shown as a remark. Of other overrides that are true, the name is shown."""
+"""Overrides whose text is shown as a remark. Any other override that is true is shown by its name."""
 USUAL_END: Final = "stop"
 MOST_REMARKS: Final = 20
 LONGEST_REMARK: Final = 60

@@ -128,7 +128,7 @@ def _dropped(broker: Broker) -> list[tuple[tuple[str, ...], float]]:
 
 
 def _blocked(context: AppContext) -> list[tuple[tuple[str, ...], float]]:
-    """Return a sample for each edge; none without an open run, because "not blocked" is said of a run only."""
+    """Return a sample for each edge; none without an open run, because only a run can be blocked or not."""
     facts = gather(context.broker, store_failure=context.store_failure)
     if facts.run is None:
         return []

@@ -166,8 +166,8 @@ async def _send_backup(backup: Backup) -> AsyncIterator[bytes]:
 
 EVENT_ID: Final[Schema] = {"type": "string", "pattern": "^[0-9]{1,18}$"}
 KEEP_ALIVE_SECONDS: Final = 15.0
-"""Interval at which the status is sent while nothing happens. Its durations go on, and a browser shows a comment, which
-would keep the connection too, to no script.
+"""Interval at which the status is sent while nothing happens, because its durations change. A comment would also keep
+the connection open, but no browser passes one on to the page's script.
 """
 
 GATHER_SECONDS: Final = 0.5

@@ -2,8 +2,8 @@
 
 A server registers and renews by one route, whose answer waits until the server's state changes, so that it learns at
 once that it may serve or has to drain. Followers wait on the epoch and get the whole set each time. A change is
-answered after a moment, in which further ones are gathered: of many servers that start together, followers would
-otherwise get a set each.
+answered after a moment, in which further ones are gathered: otherwise, if many servers start together, followers would
+get a set for each of them.
 """
 
 from __future__ import annotations

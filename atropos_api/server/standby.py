@@ -1,6 +1,6 @@
 """Standby on Redis: a process serves while it holds the lease, and otherwise answers 503 naming the holder.
 
-A thread acquires and renews the lease. Whenever it acquires it, the broker is built anew from what Redis holds, while
+A thread acquires and renews the lease. Whenever it acquires it, the broker is rebuilt from what Redis holds, while
 another thread renews. The broker is dropped when the lease is lost, or when an answer of Redis was lost and so what
 Redis holds is uncertain.
 """

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 MARK_NAME: Final = "forced"
 PASSING: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE})
-"""Failures that end by themselves: a full disk, and too many open files, as a crowd of connections makes."""
+"""Failures that may pass: a full disk, and too many open files, which many connections at once can cause."""
 
 
 class ForcedMark:

@@ -76,7 +76,7 @@ class PeriodicSync:
             self._ledger.written.wait()
             self._closing.wait(SYNC_INTERVAL_SECONDS)
             self._ledger.written.clear()
-            closing = self._closing.is_set()  # after `clear`: it may just have removed what `close` had set
+            closing = self._closing.is_set()  # read after `clear`, which may have undone the `set` of `close`
             try:
                 self._bodies.sync()
                 self._ledger.sync()
@@ -85,7 +85,7 @@ class PeriodicSync:
                 if str(error) != failure:
                     logger.exception("the store could not be forced to the disk; a power failure now would lose groups")
                 failure = str(error)
-                self._ledger.written.set()  # it is not on the disk yet, whether or not anything more is written
+                self._ledger.written.set()  # try again even if nothing more is written: it is not on the disk yet
             if closing:
                 return
 
@@ -112,7 +112,7 @@ class DurableLedger(SqliteLedger):
 
     def sync(self) -> None:
         """Force the rows to the disk, after the bodies they point at; then delete segments without live bodies."""
-        removable = self._bodies.removable()  # not those that another thread's sync of the bodies adds meanwhile
+        removable = self._bodies.removable()  # before the sync, which does not cover those added meanwhile
         try:
             super().sync()
         except OSError as error:

@@ -158,7 +158,7 @@ class SegmentLog:
         if not self._syncs:
             return
         with self._sync_turn:
-            self._refuse_after_failed_sync()  # what a sync would report now means nothing
+            self._refuse_after_failed_sync()  # after a failed sync, the next one may succeed without its data
             with self._lock:
                 active = self._duplicate_active()
                 sealed, self._sealed = self._sealed, []

@@ -273,7 +273,7 @@ class SqliteLedger:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Tell what cannot be read as damage, or as an outage if the system says so."""
+        """Raise errors of reading as an outage if the system reports one, else as damage."""
         try:
             yield
         except sqlite3.OperationalError as error:

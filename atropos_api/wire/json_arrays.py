@@ -182,7 +182,7 @@ def _has_ten_digits(characters: Characters) -> bool:
 def _has_long_number(characters: Characters) -> bool:
     """Return True if so many digits follow one another that the number may be too large; one of 38 digits fits."""
     digits = _digits(characters)
-    # However they lie, 39 digits hold four whole words of eight, and those of a usual float no more than two.
+    # At any alignment, 39 digits hold four whole words of eight, and those of a usual float no more than two.
     eights = digits[: len(digits) - len(digits) % 8].view(np.uint64) == _ALL_TRUE
     pairs = eights[:-1] & eights[1:]
     return bool((pairs[:-2] & pairs[2:]).any())

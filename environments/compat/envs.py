@@ -118,7 +118,7 @@ ALLOW_ESTIMATED_TOKENS = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
 """
 
 OFF = frozenset({"", "0", "false", "no", "off"})
-"""Values, in any case, that leave it off."""
+"""Values that leave it off, in lower or upper case."""
 
 REPLACED = ("env_manager", "process_manager", "handle_env", "get_status", "register_env")
 """Methods of Atropos' scheduler that are never called here: an override of one would have no effect."""

@@ -37,7 +37,7 @@ def place_of(reward: Any, error: Exception) -> str:
         own = [(each, line) for each, line in frames if each.co_filename == code.co_filename]
         frames = own or [(code, code.co_firstlineno)]
     last, line = frames[-1]
-    functions = [each.co_name for each, _ in frames if not each.co_name.startswith("<")]  # `<listcomp>` names none
+    functions = [each.co_name for each, _ in frames if not each.co_name.startswith("<")]  # `<listcomp>` is no function
     return f"{Path(last.co_filename).name}:{line}, in {functions[-1] if functions else last.co_name}"
 
 

@@ -51,7 +51,7 @@ _MIXED_PERCENT = re.compile(
 )
 """A mixed number in percent, of which math-verify would read only the fraction: 33⅓ % and 66⅓ % were the same."""
 _SLASH_PERCENT = re.compile(r"(?<![\w.,/^])(\d{1,20})/(\d{1,20})(?=\s{0,4}\\?%)", re.ASCII)
-"""A fraction in percent, of which math-verify would take the sign to the denominator."""
+"""A fraction in percent, whose percent sign math-verify would apply to the denominator alone."""
 _GROWTH = re.compile(
     r"([\w)}]\s{0,4}[+-]\s{0,4})(\d{1,20}(?:\.\d{1,20})?)\s{0,4}\\?%"
     r"(?=\s{0,4}(?:\\right\s?)?[)\]]\s{0,4}\^\s?\{?\s?(?:[A-Za-z]|\d\d))",
@@ -98,7 +98,7 @@ _AND = re.compile(rf"({_WORDS}[^{{}}]*?)[\s,]+and\s*\}}")
 _UNITS = re.compile(rf"(?:{_WORDS}[^{{}}]*\}}|\^(?:\d|\{{-?\d\}})|_\d|\\(?:cdot|times)(?![a-zA-Z])|\\[,;:! ]|[\s/*.])+")
 """All that may follow a number as its unit, in any form."""
 _PERCENT = re.compile(rf"(?<=\d)\s*{_WORDS}\s*percent\s*\}}")
-"""The word, for the sign."""
+"""The word percent in upright text, in place of which the sign is written."""
 _ROMAN = re.compile(r"(?<![_a-zA-Z])\\mathrm\s?\{([ei])\}|(?<=_\{)\\(?:mathrm|text)\s?\{([a-zA-Z])\}(?=\})")
 """Upright constants and subscripts of one letter, which are letters and no units."""
 _LAST_UNIT = re.compile(rf"(?<=[\d}}])\s*{_WORDS}[^{{}}\d]*\}}(?:\^\d|\^\{{\d\}})?$")
@@ -240,7 +240,7 @@ def words_agree(gold: str, answer: str) -> bool:
 
 
 def name(text: str) -> str:
-    """Return a text of letters alone, in small ones; "" for any other, and for letters that are rather a product.
+    """Return a text of letters alone, in lower case; "" for any other, and for letters that are more likely a product.
 
     math-verify reads all letters as a product, in which their order does not count: `ACB` would be `ABC`.
     """
@@ -270,7 +270,7 @@ def expressions(text: str) -> tuple[Any, ...]:
     `\boxed{}`.
 
     Where the text is not mathematics, the number in it counts only if the rest is prose: math-verify takes the last
-    number of any text that it cannot read, and so read `6 \vee 5`, `\neq 5` and `6 | 5` as 5. Of a text of words that
+    number of any text that it cannot read, and so read `6 \vee 5`, `\neq 5` and `6 | 5` as 5. In a text of words that
     it does read (`5 people` as 5 times p, e, o, …) the number counts as well.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse

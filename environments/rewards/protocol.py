@@ -205,7 +205,7 @@ def _text_of(content: Any) -> str:
 
 
 def reference_text(value: Any) -> str:
-    """Return a reference as text: of a chat its last message, of a list its items joined by commas."""
+    """Return a reference as text: the last message of a chat, the items of a list joined by commas."""
     if not isinstance(value, list | tuple):
         return str(value)
     if value and isinstance(value[-1], Mapping):

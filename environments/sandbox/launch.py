@@ -218,7 +218,7 @@ def _close_above(last: int) -> None:
     """
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         if int(name) > last:
-            with contextlib.suppress(OSError):  # the list's own
+            with contextlib.suppress(OSError):  # the descriptor by which the folder was listed
                 os.close(int(name))
 
 

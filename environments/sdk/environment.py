@@ -223,7 +223,7 @@ class Environment(ABC):
 
     @property
     def _checkpoint_name(self) -> str:
-        """The name that the broker gave this process: of two copies of one environment each keeps its own state."""
+        """The name that the broker gave this process, so that each copy of an environment keeps its own state."""
         return self.wandb_prepend or self.registered_name
 
     async def handle_send_to_api(

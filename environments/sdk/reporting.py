@@ -343,7 +343,7 @@ def last_answer(group: Group, decode: Callable[[list[int]], str]) -> Example:
 
 
 def quoted(value: Any) -> str:
-    """Return `value` in quotes on one line; of a long text the end, which explains a score better than the start."""
+    """Return `value` in quotes on one line; a long text is cut to its end, which explains a score better."""
     text = value if isinstance(value, str) else repr(value)
     return repr(text if len(text) <= LONGEST_EXAMPLE else f"…{text[-LONGEST_EXAMPLE:]}")
 

@@ -137,7 +137,7 @@ class TeacherMixin(BaseEnv):
         ask = partial(self.teacher_server.get_logprobs, top_k=top_k, split="train")
         try:
             found = await run_all([partial(ask, input_ids=ids) for ids in tokens])
-        except Exception as error:  # a failing teacher costs its logprobs, never the rollout
+        except Exception as error:  # if the teacher fails, the group is sent without its logprobs
             if isinstance(mismatch := innermost(error), TokenizerMismatch):
                 raise mismatch from error
             logger.warning("a group is sent without teacher logprobs: %r", error)

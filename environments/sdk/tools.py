@@ -76,7 +76,7 @@ class HermesParser:
     """Parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes and Qwen models write calls so."""
 
     _opening = "<tool_call>"
-    # Without spaces in them, these take time in proportion to the text, even to a model's endless line breaks.
+    # The pattern has no part for spaces, so its time is linear in the text, even for thousands of line breaks.
     _block = re.compile(r"<tool_call>(?P<body>.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
     def parse(self, text: str) -> ParsedText:
@@ -149,7 +149,7 @@ class ForeignParser:
 
 
 NO_JSON = (ValueError, RecursionError)
-"""Errors of Python's JSON decoder for what a model writes: a number of thousands of digits, say, is a `ValueError`."""
+"""Errors of Python's JSON decoder for what a model writes: a number of thousands of digits is a `ValueError`."""
 
 OWN_PARSERS: Mapping[str, type[HermesParser | JsonParser]] = {"hermes": HermesParser, "json": JsonParser}
 

@@ -41,8 +41,8 @@ FORMS = (
     ("problem", "solution"),
 )
 PARTS = ("choices", "options", "context", "input")
-"""Columns of parts of a question, as options in MMLU and the text asked about in SQuAD or Alpaca; the prompt has them
-only if the question does."""
+"""Columns with parts of a question, such as the options in MMLU or the text asked about in SQuAD and Alpaca; the prompt
+has them only if the question column contains them."""
 OFTEN_EMPTY = "input"
 """The column of `PARTS` that has nothing in most rows of Alpaca's form, or in all."""
 MOST_HELD_OUT = 500

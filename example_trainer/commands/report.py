@@ -21,7 +21,7 @@ COMPARISON_NAME = "comparison.html"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the summary of a run directory and write its pages anew; with several directories, compare them."""
+    """Print the summary of a run directory and write its pages again; with several directories, compare them."""
     rest, cost_per_hour = take_price(arguments)
     rest, page = take_page(rest)
     flags = [word for word in rest if word.startswith("-")]
@@ -32,7 +32,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         report(list(map(Path, rest)), page, cost_per_hour)
     except OSError as error:
-        if error.filename is None:  # of the output, not of a file
+        if error.filename is None:  # an error of the output, not of a file
             raise
         raise ConfigError(
             f"{Path(error.filename).parent}: cannot be used ({error.strerror}); {HTML_FLAG} names the report's file; "

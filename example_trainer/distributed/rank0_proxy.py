@@ -1,7 +1,7 @@
 """Broker session and weight bridge of a run with several ranks: rank 0 makes the calls for all of them.
 
 The training loop is the same on every rank. Each call to the broker or the bridge is made once, by rank 0, and all
-ranks get the result, so that they decide alike. Batches are the exception: each rank fetches its own slice of whole
+ranks get the result, so that they decide the same. Batches are the exception: each rank fetches its own slice of whole
 groups from the broker, in a thread of its own.
 
 Sharded weights are broadcast one bucket at a time, which all ranks gather. A publish may be repeated after a failure of
@@ -110,7 +110,7 @@ class RankedBridge(WeightBridge):
 
         if self._inner is None:
             self._policy = load_policy(self._options)
-        if self._options.sharding is not None:  # all ranks load together, so nothing can be told meanwhile
+        if self._options.sharding is not None:  # all ranks load together: no message can be sent meanwhile
             self._policy = self._policy or self._main.prepare()
         else:
             self._ranks.on_main(self._prepare_main)
@@ -146,7 +146,7 @@ class RankedBridge(WeightBridge):
             self._inner.close()
 
     def _prepare_main(self) -> None:
-        """Prepare rank 0's bridge: the others are told if its server refuses, or does not come."""
+        """Prepare rank 0's bridge; if its server refuses or does not answer in time, the other ranks get the error."""
         self._policy = self._main.prepare()
 
     def _call_main(self, call: Callable[[WeightBridge], AnswerT]) -> AnswerT:

@@ -202,7 +202,7 @@ class GroupRanks(Ranks):
             led = action()
             message = encode((led, None))
         except Exception as error:
-            if not self.have_heard(error):  # else a call inside of this one has told it
+            if not self.have_heard(error):  # else a nested call has sent it already
                 with suppress(
                     RanksFailed
                 ):  # `error` is the cause and is raised, even if another rank has ended already

@@ -57,7 +57,7 @@ def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> En
     """Choose the ports of the programs we start: those asked for (`PortTaken` if in use), or free ones; `held` keeps
     them from other programs.
     """
-    with ExitStack() as own:  # until all are chosen: two free ones of a dry run are different, too
+    with ExitStack() as own:  # keeps free ports until all are chosen, so that those of a dry run differ too
         endpoints = _choose_ports(settings, own if held is None else held)
     _refuse_shared_port(endpoints)
     return endpoints
@@ -136,7 +136,7 @@ def fit_to_gpu(settings: RunSettings) -> tuple[RunSettings, str | None]:
     starts_server = not config.remote_servers and config.local_servers > 0 and "gpu_memory_utilization" not in given
     servers = _server_shares(settings, divides=starts_server)
     if settings.placement.gives_whole_gpus:
-        given["start_vllm"] = "never"  # as far as the trainer's GPU is concerned: each server has another one
+        given["start_vllm"] = "never"  # no server takes memory of the trainer's GPU
     choice = preflight(with_changes(config, given), starts_server=starts_server, servers=servers)
     return replace(settings, trainer=with_changes(config, choice.changes)), choice.sentence
 

@@ -33,7 +33,7 @@ FACTS_PROGRAM = "environments.facts"
 FACTS_SECONDS = 20.0
 """Time that one environment's module may take to be imported before its facts are given up."""
 LAUNCH_SECONDS = 5.0
-"""Time that a launch waits for all environments once nothing else is to be made ready: each will read its settings."""
+"""Time that a launch, ready otherwise, waits for the answers of all environments; each checks its settings again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

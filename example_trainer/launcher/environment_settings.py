@@ -83,9 +83,9 @@ def read_environments(
 
 
 def _with_own_names(entries: Sequence[EnvironmentSettings]) -> list[EnvironmentSettings]:
-    """Give a name of its own to each further environment of one server: to the broker those of one name are one.
+    """Give a name of its own to each further environment of one server, because the broker tells them apart by name.
 
-    It would lease the items of both as those of one process that is started again and again.
+    If two had the same name, it would lease the items of both as if one process were restarted again and again.
     """
     named: list[EnvironmentSettings] = []
     given = [str(entry.env["wandb_name"]) for entry in entries if entry.env.get("wandb_name")]
@@ -226,7 +226,7 @@ def require_fillable(
 ) -> None:
     """Raise `ConfigError` if the group sizes that files and flags give to every environment never fill a batch.
 
-    A schedule may go on after the run's number of steps; of a run that `resumes`, only the last size is sure to come.
+    A schedule may go on after the run's number of steps; if it `resumes` a run, only the last size is sure to be used.
     """
     given = [_sizes_by_step({**entry.env, **flags}) for entry in environments]
     starts = sorted({step for sizes in given for step in sizes if step < steps})

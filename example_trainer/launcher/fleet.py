@@ -158,13 +158,13 @@ class Fleet:
             return None
         child, why = failure.child, failure.final_cause
         with suppress(AtroposError):
-            self._read_states()  # those of the last poll are up to a second old: the others may serve only since then
+            self._read_states()  # the last poll's states are up to a second old; others may serve since then
         if not any(other is not server and self._serves(other) for other in self._staying()):
             return None
         how = f"it {describe_end(child)}{f' ({why})' if why else ''}"
         try:
             self._want_one_fewer()
-        except AtroposError:  # a full disk: the next launch of the run would not know
+        except AtroposError:  # a full disk: the next launch of the run would not know the lower number
             return None
         self._forget(server, restarts)
         self._note = (
@@ -257,7 +257,7 @@ class Fleet:
             child = self._child(server)
             if child is None or not (child.exit_code is not None or child.is_broken(time.monotonic())):
                 continue
-            code, how = child.exit_code, describe_end(child).splitlines()[0]  # a cluster without room has a table
+            code, how = child.exit_code, describe_end(child).splitlines()[0]  # for a full cluster a table follows
             if server.answered and not server.drains and code != 0:  # a failure of the run
                 continue
             if not server.drains:
@@ -283,7 +283,7 @@ class Fleet:
                 server.port.close()
                 before, self._note = self._note, str(error)
                 self._aim_at(max(self._limits.least, len(self._staying())))
-                if self._note != before:  # without a server it is tried again each second
+                if self._note != before:  # it is tried again each second while there is no server
                     yield f"no server can be added: {error}"
                 return
             self._servers[index] = server
@@ -329,7 +329,7 @@ class Fleet:
             if not server.drains:
                 server.drains = True
                 yield f"{server.name} drains"
-        elif state == "starting" or complete:  # not serving yet; in an incomplete set it may only be missing
+        elif state == "starting" or complete:  # it does not serve yet, or the broker's complete set lacks it
             self._forget(server, restarts)
             yield f"{server.name} is stopped before it has served"
 

@@ -108,7 +108,7 @@ class FleetRecord:
 
     @classmethod
     def read(cls, run: RunDir, limits: FleetLimits, *, resumes: bool) -> FleetRecord:
-        """Return the number that a resumed run left off with, unless its settings ask for another than they did."""
+        """Return the last number of a run that is resumed, unless its settings ask for another one than before."""
         fresh = cls(planned=limits.planned, wanted=limits.planned)
         if not resumes or limits.fixed:
             return fresh

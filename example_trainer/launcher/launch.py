@@ -68,7 +68,7 @@ class Stopwatch:
     def seconds(self, holds: bool, progress: int = 0) -> float:
         if progress > self.progress:
             self.since = None
-        self.progress = progress  # less than before if what counts it was started again
+        self.progress = progress  # less than before if the program that counts it was restarted
         self.since = (self.since or time.monotonic()) if holds else None
         return time.monotonic() - self.since if self.since else 0.0
 
@@ -108,7 +108,8 @@ class Launch:
                 ):
                     return self._run(endpoints, model, teacher, placement, stop)
             finally:
-                # Once all programs have ended, so that their CPU time is known; a full disk hides no other error.
+                # Once all programs have ended, so that their CPU time is known. An error of a full disk is ignored,
+                # because it would replace the error that ended the launch.
                 with contextlib.suppress(OSError):
                     record_launch(self.run.root, self._usage())
 
@@ -311,7 +312,7 @@ class Launch:
         command = (sys.executable, "-m", "example_trainer.launcher.summary", str(self.run.root))
         plot = ChildSpec(name="plot", command=command, environment={"PYTHONPATH": python_path()}, ends_by_itself=True)
         drawing = supervisor.start(plot)
-        # An environment that did not end by itself is the first: it would fail without its server and its broker.
+        # An environment that still runs is stopped first, because it would fail without its server and its broker.
         environments = [each.name for each in self.settings.environments if each.name in supervisor]
         running = [name for name in environments if supervisor[name].exit_code is None]
         for name in (*running, *servers, TEACHER, FINAL_SERVER, BROKER):
@@ -337,11 +338,11 @@ class Launch:
 
 
 def _longest_wait_seconds(settings: RunSettings) -> float:
-    """Return the longest time that a program waits for another one; an environment's is its own, as it was given."""
+    """Return the longest time that a program waits for another one, by the settings of trainer and environments."""
     flags, usual = settings.flags["env"].values, RunConfig.model_fields["wait_timeout"].default
     waits = [settings.trainer.wait_timeout]
     for entry in settings.environments:
-        with contextlib.suppress(TypeError, ValueError):  # what is no number, the environment refuses
+        with contextlib.suppress(TypeError, ValueError):  # the environment refuses what is not a number
             waits.append(float({"wait_timeout": usual, **entry.env, **flags}["wait_timeout"]))
     return max(waits)
 

@@ -213,7 +213,7 @@ class ProgramBuilder:
             "weight_bridge_mode": config.weight_bridge_mode,
             "atropos_url": self.endpoints.broker_url,
             "run_dir": str(self.run.root),
-            # The launcher has asked already, with the server's settings, which the trainer is not given.
+            # The launcher has made this check already, with the server's settings, which the trainer is not given.
             "fit": "off",
         }
         if not config.registered_servers:

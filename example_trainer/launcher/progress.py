@@ -217,19 +217,20 @@ class Feed:
     def _note_callers(self, rows: Sequence[Mapping[str, Any]], *, is_before: bool) -> None:
         """Note which environments call and which leave: the broker lists those of earlier runs, too.
 
-        One has called if it was silent for longer at the last look; `is_before` is true for a first look at others.
+        One has called since the last look if it was silent for longer then. With `is_before` the rows are from
+        before this launch, so they only give the times to compare with.
         """
         for row in rows:
             name, quiet = str(row.get("name")), row.get("quiet_seconds")
             if not row.get("connected", True):
-                if (quiet or 0.0) <= SILENCE_SECONDS:  # after that it may only be silent
+                if (quiet or 0.0) <= SILENCE_SECONDS:  # after that it may not have left, only be silent
                     self.snapshot.callers.discard(name)
             elif not is_before and (quiet is None or quiet < self._quiet.get(name, math.inf)):
                 self.snapshot.callers.add(name)
             self._quiet[name] = quiet or 0.0
 
     def _begun(self, run: Mapping[str, Any] | None, *, first: bool) -> bool:
-        """Return True if this launch's trainer has begun the run: a known one had another owner at the first look."""
+        """Return True if this launch's trainer has begun the run: its owner is not the one seen at the first look."""
         owner = (run.get("run_id"), run.get("epoch")) if run else None
         if self._knows_run and first:
             self._owner_before = owner

@@ -1,7 +1,7 @@
 """Restarts of a run's programs: which failures a restart can fix, how often, and after which pause.
 
-A program that was killed, or whose failure may be a chance, is started again after a pause that doubles. A run ends at
-the first failure that a restart cannot fix: a refused configuration, a failure before the program was ever ready, a
+A program that was killed, or whose failure may be accidental, is started again after a pause that doubles. A run ends
+at the first failure that a restart cannot fix: a refused configuration, a failure before the program was ever ready, a
 lack of memory, or the same error three times in a row. Each program has a budget of its own, counted in a window of
 time, so that a run of days may lose a server now and then, and a program that always fails ends its run in a minute.
 """
@@ -114,7 +114,7 @@ class Restarts:
         self._killed_before, self._killed_at = self._kernel_kills(), float("-inf")
         self._counted_at = clock()
         self._histories: dict[tuple[str, bool], _History] = {}
-        """By a program's name; apart, with True, its outages."""
+        """By a program's name, and True for its outages, which are counted separately, else False."""
         self._pending: dict[str, _Pending] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -131,7 +131,7 @@ class Restarts:
         """Return the programs that have failed since the last call; each failure counts towards the budget.
 
         `never_ready` names the programs that have not been ready yet: if one of these exits by itself, its settings do
-        not work. Those in `apart` may fail.
+        not work. Failures of those in `apart` are left out.
         """
         failed = [child for child in self._supervisor.failed() if child.name not in apart]
         if failed or self._clock() - self._counted_at >= COUNT_INTERVAL_SECONDS:

@@ -2,8 +2,8 @@
 
 Two of them would mix their metrics and replace each other's checkpoints. The lock is one of the kernel's on an open
 file, so a process that is killed leaves none behind; the file stays, and holds the number of the process that had it
-last. A trainer under a launcher takes none: its launcher holds them, also while it starts the trainer again. By that
-file `refuse_foreign_directory` knows the directory of a run.
+last. A trainer under a launcher takes none: its launcher holds them, also while it starts the trainer again. By the
+lock file `refuse_foreign_directory` tells the directory of a run from others.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LOCK_NAME = "run.lock"
 def locked(places: Mapping[str, Path | None]) -> Iterator[None]:
     """Hold the locks of directories, given by their flags; None is no directory.
 
-    Raises `RunDirectoryInUse`, with the holder's pid, while another process has one of them. A file system that has no
-    locks gives none, and the run goes on without.
+    Raises `RunDirectoryInUse`, with the holder's pid, while another process has one of them. On a file system without
+    locks the run goes on unlocked.
     """
     # By their real paths: the kernel would refuse a second lock on one file to its own holder, too.
     directories = {path.resolve(): (flag, path) for flag, path in places.items() if path is not None}

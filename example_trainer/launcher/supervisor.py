@@ -243,8 +243,8 @@ class Supervisor:
             if is_alive(process):
                 seen.title = describe(process)
                 if now - seen.seen_at < 2 * SETTLED_AFTER_SECONDS:
-                    # More than once: before its exec a process has its parent's command. On a busy machine that may be
-                    # until it has settled; later its kind stays, and reading it costs 0.2 ms.
+                    # It is read more than once, because a process has its parent's command before its exec, on a busy
+                    # machine perhaps for seconds. After that its kind does not change, and reading it costs 0.2 ms.
                     is_short_task = _is_short_task(process, child)
                     seen.is_short_task = seen.is_short_task if is_short_task is None else is_short_task
                 continue
@@ -274,7 +274,7 @@ def _is_short_task(process: psutil.Process, child: Child) -> bool | None:
     None if the process does not tell: it may be ending.
     """
     try:
-        # Asked anew: psutil keeps the first answer, which is the parent's program before an exec.
+        # A new object: psutil keeps the first answer, which is the parent's program before an exec.
         program, command = psutil.Process(process.pid).exe(), process.cmdline()
     except psutil.Error:
         return None

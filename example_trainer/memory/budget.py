@@ -143,7 +143,7 @@ def trained_parameters(shape: ModelShape, config: TrainingOptions) -> int:
 def adapter_parameters(shape: ModelShape, rank: int, targets: list[str] | None) -> int:
     """Return the number of an adapter's parameters in one layer; a module of another name counts as the largest."""
     attention, mlp = list(shape.linear)[:4], list(shape.linear)[4:] if shape.experts == 1 else []
-    presets = {"all-linear": attention + mlp, "attention": attention, "mlp": mlp}  # experts in one tensor take none
+    presets = {"all-linear": attention + mlp, "attention": attention, "mlp": mlp}  # no adapter of joined experts
     largest = max(shape.linear.values(), key=sum)
     names = {name for target in targets or ADAPTED_BY_DEFAULT for name in presets.get(target, [target])}
     return sum(rank * sum(shape.linear.get(name.rpartition(".")[2], largest)) for name in names)

@@ -139,7 +139,7 @@ def _compile_layers(module: nn.Module, dtype: torch.dtype) -> None:
     """Compile the forward of each kind of decoder layer once, for any number of tokens."""
     from transformers.modeling_utils import AttentionInterface
 
-    # Its buckets differ from batch to batch, and each would be compiled anew.
+    # Its buckets differ from batch to batch, and each new one would be compiled.
     whole: Any = torch.compiler.disable(attention.packed_attention)  # type: ignore[no-untyped-call]  # untyped in torch
     AttentionInterface.register(attention.ATTENTION_NAME, whole)
     compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -200,7 +200,7 @@ def _probe(policy: Policy, layout: LayoutKind, passes: HeadPasses | None) -> tup
     varlen = attention.uses_varlen(policy.device, policy.dtype)
     (micro,) = pack_rows(rows, 1 << 20, device=policy.device, layout=layout, varlen=varlen)
     labels = torch.from_numpy(np.concatenate([row.tokens[row.targets] for row in rows])).to(policy.device)
-    policy.module.train(not policy.has_dropout)  # random numbers differ
+    policy.module.train(not policy.has_dropout)  # dropout would differ by its random numbers
     try:
         values = policy.compute(_score, micro, labels[micro.target_index], passes)
         (values.sum() / first).backward()  # type: ignore[no-untyped-call]  # untyped in torch

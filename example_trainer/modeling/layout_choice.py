@@ -33,7 +33,7 @@ PROBE_TOLERANCE = {torch.float32: 1e-3}
 HALF_PRECISION_TOLERANCE = 5e-2
 LEAK_TOLERANCE = {torch.float32: 1e-3}
 HALF_PRECISION_LEAK_TOLERANCE = 0.1
-"""Rounding that differs with the number of an expert's tokens may change the choice of a later one."""
+"""It is larger because rounding depends on the number of tokens of an expert, and may change later layers' choices."""
 LOGPROB_TOLERANCE = 1e-2
 """In nats, or else the rounding of the largest logit in the model's dtype."""
 
@@ -95,7 +95,7 @@ def _refuse_other_head(policy: Policy) -> None:
     tokens = torch.from_numpy(_probe_tokens(policy)[:1]).to(policy.device)
     with torch.no_grad():
         difference, largest = map(float, policy.compute(_head_difference, tokens))
-    # Logits of 120, as GPT-2's, are rounded to halves in bf16. States that overflow are not the head's doing.
+    # Logits of 120, as GPT-2's, are rounded to halves in bf16. The head is not the cause of states that overflow.
     allowed = max(LOGPROB_TOLERANCE, torch.finfo(policy.dtype).eps * largest)
     if difference > allowed and math.isfinite(largest):
         raise UnsupportedModel(
@@ -108,7 +108,7 @@ def _head_difference(module: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest difference of the logprobs of `tokens` `[1, L]`, the module's and those by its head, and the
     largest logit.
 
-    Both heads compute in the dtype of the model, so that they round alike.
+    Both heads compute in the dtype of the model, so that they round in the same way.
     """
     weight, bias = head_of(module)
     states = find_backbone(module)(input_ids=tokens, use_cache=False).last_hidden_state[0]

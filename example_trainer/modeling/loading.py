@@ -1,10 +1,9 @@
 """Loading of a Hugging Face model for training: device, dtype, quantisation, tensor places and checkpoint names.
 
 The model is loaded without dropout, without jitter of its routers and without a cache, and with one of LongRoPE's two
-factors (`rotary_factors`). For QLoRA the frozen base has
-four bits (nf4, bitsandbytes): a quantised weight is a packed uint8 tensor with separate scales. The forward dequantises
-it into the served dtype; `dequantised` returns exactly the matrix that the forward multiplies with, so a server that
-loads those values computes the same as the trainer.
+factors (`rotary_factors`). For QLoRA the frozen base has four bits (nf4, bitsandbytes): a quantised weight is a packed
+uint8 tensor with separate scales. The forward dequantises it into the served dtype; `dequantised` returns exactly the
+matrix that the forward multiplies with, so a server that loads those values computes the same as the trainer.
 
 The server's manifest, safetensors files and the masters use the tensor names of the checkpoint on disk. Transformers
 renames some tensors while loading (Mixtral's `block_sparse_moe` is `mlp` in the module) and merges others (per-expert

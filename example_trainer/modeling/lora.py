@@ -178,7 +178,7 @@ def resolve_targets(wanted: Sequence[str], linear: Sequence[str], where: str = "
 
 
 def describe_left_out(module: nn.Module, adapter: Adapter, options: AdapterOptions) -> list[str]:
-    """Return sentences about matrices that the options mean and that take no adapter, or are not packed into 4 bits.
+    """Return sentences about matrices that the options name and that take no adapter, or are not packed into 4 bits.
 
     Transformers keeps all experts of a layer in one parameter, which is no linear module.
     """

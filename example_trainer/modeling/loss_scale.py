@@ -1,14 +1,14 @@
 """Dynamic loss scaling: float16 gradients are computed from a loss times a scale, and divided by it afterwards.
 
 A float16 number below 6e-8 is 0 and one above 65,504 is infinite; bf16 and fp32 have neither limit in practice. With a
-mean over a thousand tokens, many gradients are below the first. A large scale moves them into float16's range, and the
+mean over a thousand tokens, many gradients are below 6e-8. A large scale moves them into float16's range, and the
 division takes place in the fp32 gradients of the masters, where nothing is lost (Micikevicius et al. 2018, "Mixed
 Precision Training"). A scale that is too large shows as a gradient that is not finite: that optimizer step is left out
 and the next one has half the scale.
 
 Numbers and rules are those of `torch.amp.GradScaler`. That class decides for each process by its own gradients; here
-the decision is the caller's, who has the global norm over all ranks anyway, so that all ranks decide alike. Every scale
-is a power of two, so that scaling rounds nothing.
+the decision is the caller's, who has the global norm over all ranks anyway, so that all ranks decide the same. Every
+scale is a power of two, so that scaling rounds nothing.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def forward_hidden(module: Any, batch: PackedBatch) -> Tensor:
 
 
 def find_backbone(module: Any) -> Any:
-    """Return the transformer below the output head; of a PEFT model, the one with the adapters in place."""
+    """Return the transformer below the output head; in a PEFT model it is the one with the adapters in place."""
     inner = module.get_base_model() if hasattr(module, "get_base_model") else module
     return getattr(inner, inner.base_model_prefix)
 

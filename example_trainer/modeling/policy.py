@@ -314,7 +314,7 @@ class Policy:
         return self._required_adapter().config(self.tokenizer_name)
 
     def describe_left_out(self, options: AdapterOptions) -> list[str]:
-        """Return sentences about matrices that an adapter's options mean and cannot reach."""
+        """Return sentences about matrices that the adapter's options name but that cannot have an adapter."""
         return describe_left_out(self.module, self._required_adapter(), options)
 
     def _required_adapter(self) -> Adapter:

@@ -1,9 +1,9 @@
 """The rotary factors of LongRoPE in training: of its two lists the one that the server uses, for all sequences.
 
-Transformers takes the long factors if the longest row of a forward is beyond the original context, else the short
-ones. So the logprobs of a short row would depend on the rows in its micro-batch. vLLM keeps keys in a cache and chooses
-once: the long factors if its context is beyond the original one, also for sequences that are shorter. This file stands
-alone because it changes a configuration and needs no model.
+Transformers takes the long factors if the longest row of a forward is beyond the original context, else the short ones.
+So the logprobs of a short row would depend on the rows in its micro-batch. vLLM keeps keys in a cache and chooses once:
+the long factors if its context is beyond the original one, also for sequences that are shorter. It is a file of its own
+because it changes a configuration and needs no model.
 """
 
 from __future__ import annotations

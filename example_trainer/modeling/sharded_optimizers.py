@@ -104,7 +104,7 @@ class BlockwiseAdamW(ShardedOptimizer):
         if not _has_8bit_states(parameter):
             return None
         part = local_part(parameter).shape[-1]
-        return part if part % BLOCK_STATES else parameter.shape[-1]  # a part of whole blocks has the row's blocks
+        return part if part % BLOCK_STATES else parameter.shape[-1]  # parts of whole blocks keep the row's blocks
 
     def _update(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         assert parameter.grad is not None

@@ -66,7 +66,7 @@ class JsonlTracker:
 
     def close(self) -> None:
         for file in (self._metrics, self._events):
-            with suppress(OSError):  # of a line whose write has failed before
+            with suppress(OSError):  # closing tries once more to write a line that could not be written
                 file.close()
 
 
@@ -142,7 +142,7 @@ class TrackioTracker:
             self._run = trackio_run.begin_run(name, group=group, config=config)
         except ImportError as error:
             raise TrainerError("--use-trackio needs trackio: pip install trackio, or leave the flag out") from error
-        except Exception as error:  # an unreachable Space, a missing login, a folder, a database
+        except Exception as error:  # among others of an unreachable Space, a missing login, a folder or a database
             cause = " ".join(str(error).split()).rstrip(".")
             raise TrainerError(
                 f"--use-trackio: trackio did not start a run ({cause}); unset TRACKIO_SPACE_ID to log on this machine, "
@@ -295,7 +295,7 @@ def _keep_steps_up_to(path: Path, step: int) -> None:
 class MetricsTail:
     """A reader of the complete lines that were appended to a JSONL file since the last call.
 
-    A trainer that resumes replaces the file by one without the steps that it trains again; of the new file only rows
+    A trainer that resumes replaces the file by one without the steps that it trains again; from the new file only rows
     that are younger than all rows read before are returned.
     """
 

@@ -147,7 +147,8 @@ def forward_kl(student_logprobs: Tensor, teacher_logprobs: Tensor, temperatures:
 
     The teacher's probabilities are renormalised over its K tokens at `temperatures` `[N]`; the student's are over its
     whole vocabulary, so probability on other tokens raises the divergence. Rows without any entry give 0, and so do
-    those with one: renormalised it is certain, and would raise the sampled token whatever the teacher thinks of it.
+    those with one: renormalised it is certain, and would raise the sampled token whatever its probability under the
+    teacher.
     """
     known = teacher_logprobs.isfinite()
     known = known & (known.sum(-1, keepdim=True) > 1)
@@ -164,8 +165,8 @@ def teacher_credits(
 ) -> Tensor:
     """Return `[N]` log pi_teacher - log pi_rollout of each sampled token, the teacher's at `temperatures` `[N]`.
 
-    A token that the teacher does not name among its most likely ones gets the most that it can have there: the least of
-    theirs, or what they leave. Rows without any entry give 0.
+    A token that the teacher does not name gets the largest probability that it can have: the smallest named one, or
+    what the named ones leave of 1 if that is smaller. Rows without any entry give 0.
     """
     known = teacher_logprobs.isfinite()
     logs = teacher_logprobs.float()
@@ -180,8 +181,8 @@ def teacher_credits(
 def _log_normalisers(logs: Tensor, left: Tensor, temperatures: Tensor) -> Tensor:
     """Return `[N]` logs of the sums of the teacher's tempered probabilities; the tokens not named count as one.
 
-    A sum that is off is a constant of the position, a baseline: it adds variance to the gradient and no bias. The
-    sampled token alone says nothing about it, and then it is 0.
+    An inexact sum is the same for all tokens at a position, as a baseline is: it adds variance to the gradient and no
+    bias. If the teacher names one token only, the sum cannot be estimated, and its log is 0.
     """
     sums = torch.logaddexp((logs / temperatures[:, None]).logsumexp(-1), left / temperatures)
     known = (logs.isfinite().sum(-1) > 1) & (temperatures != 1.0)

@@ -43,6 +43,6 @@ def over_masks(logprobs: Tensor, targets: Targets, at: Tensor) -> Tensor:
     counts = targets.mask_bounds[at + 1] - targets.mask_bounds[at]
     known = counts > 0
     masked = torch.arange(logprobs.shape[1] - 1, device=at.device) < counts[:, None]
-    # A row without a mask sums to 0, whose logarithm has no gradient: it gets 1, and its tokens none.
+    # A row without a mask would sum to 0, whose logarithm has no gradient: it is filled with zeros and not used.
     allowed = logprobs[:, 1:].masked_fill(~masked, -torch.inf).masked_fill(~known[:, None], 0.0)
     return logprobs[:, 0] - torch.where(known, allowed.logsumexp(1), 0.0)

@@ -242,7 +242,7 @@ class ObjectiveOptions(BaseModel):
             return values
         form = dict(PUBLISHED_FORMS.get(values["loss_type"], {}))
         if "clip_eps" in form and "clip_eps" in values:
-            form.pop("clip_eps_high")  # a paper's upper side belongs to its lower one, and else follows --clip-eps
+            form.pop("clip_eps_high")  # a paper's upper bound is used only with its lower one, else --clip-eps is both
         return {**form, **values}
 
     @field_validator("loss_type")

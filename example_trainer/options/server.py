@@ -76,7 +76,7 @@ def with_own_section(
 ) -> tuple[OptionsT, list[str]]:
     """Return the options of a trainer without launcher, with the `vllm:` sections of its run files, and remarks.
 
-    In `lora_only` a server may run already, for which the section was written: it says nothing of the address then.
+    In `lora_only` the section may have been written for a server that runs already, so its address is not used then.
     """
     given = {name: value for section in sections for name, value in below_flags(section, typed).items()}
     if config.may_start_server:

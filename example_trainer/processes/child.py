@@ -51,7 +51,7 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start a program in a session of its own, with its output in a log; it is killed when the calling thread ends."""
     guarded = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *command]
-    limit_size(log_path, LARGEST_LOG_BYTES)  # that of a server which is started again and again
+    limit_size(log_path, LARGEST_LOG_BYTES)  # a server that is restarted often appends to one log
     with open_private_log(log_path) as log:
         return subprocess.Popen(
             guarded,

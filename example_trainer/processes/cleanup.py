@@ -124,7 +124,7 @@ class Guardian:
             start_new_session=True,
         )
         if detached:
-            self._process.wait()  # the process that goes on is no longer a child
+            self._process.wait()  # it exits at once, and its child, the guardian, is no child of this process
         self._write({"mark": mark, "temporary_dir": temporary_dir})
 
     @property
@@ -170,7 +170,7 @@ def keep_watch(pipe: IO[str]) -> int:
         temporary_dir = message.get("temporary_dir", temporary_dir)
         shared_memory.update(message.get("shared_memory", ()))
     if mark:
-        # Not asked twice: nobody is left who needs their reports, and on Ray they are to be gone within 10 s.
+        # One SIGTERM is enough: no program is left that needs their reports, and on Ray they must end within 10 s.
         end_processes(lambda: find_tree((), mark), grace_seconds=GRACE_SECONDS, asks_twice=False)
         sweep(shared_memory)
         shutil.rmtree(temporary_dir, ignore_errors=True)

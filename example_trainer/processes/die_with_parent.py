@@ -2,8 +2,8 @@
 
 Called as `python die_with_parent.py PARENT_PID program ...`, it becomes the program by exec (same process id), so no
 extra process remains to be waited for. It is a program of its own and not a `preexec_fn`, because trainers have
-threads, and code between fork and exec may then deadlock. `python -I -S` runs it by its path in 10 ms, so it stands
-alone and imports the standard library only.
+threads, and code between fork and exec may then deadlock. `python -I -S` runs it by its path in 10 ms, so it imports
+the standard library only.
 """
 
 from __future__ import annotations

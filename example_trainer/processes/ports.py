@@ -64,7 +64,7 @@ def require_free(port: int, *, flag: str, host: str = LOOPBACK, held: contextlib
         try:
             _bind(bound, host, port)
         except OSError as error:
-            # One below 1024 is free and yet not for every user.
+            # A port below 1024 may be free, but not every user may listen on it.
             what = f"is taken{_by(port)}" if error.errno == errno.EADDRINUSE else "cannot be used"
             raise PortTaken(f"port {port} {what} ({error.strerror}); choose another with {flag}") from None
         if held is not None:
@@ -179,7 +179,7 @@ def release_inherited() -> None:
     """
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in [int(path.name) for path in Path("/dev/fd").iterdir()]:
-        with contextlib.suppress(OSError):  # the listing's own is closed
+        with contextlib.suppress(OSError):  # the descriptor by which the folder was listed is closed
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode) and _is_tcp(descriptor):
                 os.dup2(null, descriptor, inheritable=False)
     os.close(null)

@@ -64,7 +64,7 @@ def last_lines(path: Path, count: int = SHOWN_LINES) -> list[str]:
 
 
 def signal_name(number: int) -> str:
-    """Return a signal's name; of the real-time signals Python knows only the first and the last by name."""
+    """Return a signal's name; Python has names for the first and the last real-time signal only."""
     return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 

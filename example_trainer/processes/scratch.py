@@ -39,7 +39,7 @@ def make_scratch(scratch: Path) -> None:
     scratch.mkdir(mode=0o700)
     try:
         compile_cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-    except (KeyError, OSError):  # a user without a name, which a container may have: then torch compiles anew
+    except (KeyError, OSError):  # a user without a name, which a container may have: then torch compiles again
         return
     compile_cache.mkdir(exist_ok=True)
     (scratch / compile_cache.name).symlink_to(compile_cache)

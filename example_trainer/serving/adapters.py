@@ -41,7 +41,7 @@ class Adapter:
 
 
 class RequestsByName(UserDict[str, Any]):
-    """VLLM's table of adapters by name. The model's own names map to an adapter too, but are not listed as adapters."""
+    """The table of adapters by name for vLLM: the model's own names map to an adapter too, but are not listed."""
 
     def values(self) -> ValuesView[Any]:
         return {request.lora_name: request for request in self.data.values()}.values()
@@ -74,7 +74,7 @@ class Adapters:
         self._retired: dict[str, Adapter] = {}
         self._users: Counter[str] = Counter()
         self.changing = asyncio.Lock()
-        """Held while an adapter is loaded, unloaded or activated; who waits for it first gets it first."""
+        """Held while an adapter is loaded, unloaded or activated; waiters get it in the order in which they came."""
         self._dropping: asyncio.Task[None] | None = None
         self.enabled = enabled
         self.active: Adapter | None = None

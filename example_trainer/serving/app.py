@@ -296,14 +296,14 @@ def _make_server(asgi: ASGIApp, options: dict[str, Any]) -> HandoverServer:
 async def until_drained(gate: AdmissionGate, fence: Fence) -> None:
     """Return once no request is inside that could still end.
 
-    No publish reaches a draining server, so requests that are paused with torn weights never end; and a client may read
-    its answer no further.
+    No publish reaches a draining server, so requests that are paused with torn weights never end; and a client may have
+    stopped reading its answer.
     """
     while gate.inside:
         await fence.wait_for_running(math.inf, quiet_seconds=BEGUN_ANSWERS_SECONDS)
         if fence.torn or not fence.publishing:
             return
-        await asyncio.sleep(_DRAINING_LOOK_SECONDS)  # what the publish has paused goes on after it
+        await asyncio.sleep(_DRAINING_LOOK_SECONDS)  # requests that the publish has paused go on after it
 
 
 async def _watch(serving: asyncio.Future[None], stop: asyncio.Event, state: ServerState) -> str | None:

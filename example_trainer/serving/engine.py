@@ -1,7 +1,7 @@
 """One interface to vLLM's `AsyncLLM`: one call for each task, with vLLM's private names used only here.
 
-`EngineAdapter` also checks requests of every route where vLLM's input processor takes them. Some requests vLLM would
-accept and then answer wrongly or with 500; here they are refused with the reason, as mistakes of the client's. A
+`EngineAdapter` also checks requests of every route where vLLM's input processor takes them. vLLM would accept some
+requests and then answer them wrongly or with 500; here they are refused, with the reason, as the client's mistakes. A
 request that cannot be passed on to the engine leaves no record.
 
 `install` corrects the text of outputs whose prompt ends inside a character, as a prompt cut off at a length does. vLLM
@@ -303,7 +303,7 @@ class EngineAdapter:
         return stream
 
     async def _count(self, method: str, *arguments: object) -> Counters:
-        """Return the sum of the engines' counts; a drain that saw those of the first ended while others computed."""
+        """Return the sum of the engines' counts; by the first engine's alone a drain would end while others compute."""
         found: list[Counters] = await self.async_llm.engine_core.call_utility_all_async(method, *arguments)
         return {name: sum(each[name] for each in found) // (len(found) if name in _SHARES else 1) for name in found[0]}
 

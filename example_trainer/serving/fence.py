@@ -265,9 +265,9 @@ class Fence:
     async def wait_for_running(self, limit_seconds: float, *, quiet_seconds: float) -> None:
         """Wait until the requests inside have ended, the engine is paused, or it has done nothing for `quiet_seconds`.
 
-        In that case they wait for their clients: one that read its stream no further, or never sent the body that it
-        had announced, held up a publish under `finish` without end. Or they are paused by hand: an operator who paused
-        a server and then had it drain would have waited for his own resume.
+        In the last case they wait for their clients: a client that stops reading its stream, or never sends the body
+        that it has announced, would hold up a publish under `finish` for ever. Or they are paused by hand: the drain of
+        a server that its operator has paused would wait until the same operator resumes it.
         """
         now = quiet_since = time.monotonic()
         end, generated = now + limit_seconds, -1

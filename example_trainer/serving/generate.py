@@ -282,7 +282,7 @@ class GenerateHandler:
         exchange.leave()  # the engine has finished it; a publish need not wait for the answer to be written
         assert final is not None
         if any(output.finish_reason == "abort" for output in final.outputs):
-            self._gate.check()  # a server that falls asleep ends its requests too, and goes on
+            self._gate.check()  # a server that is sent to sleep ends its requests too
             raise problems.stopping()
         check_finite(exchange.request, final.outputs)
         body = self._replies.whole(exchange.request, exchange.prompt, final, self._exact(exchange), exchange.adapter)

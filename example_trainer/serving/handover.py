@@ -100,7 +100,7 @@ class Connection(UpgradeIgnored):
         return self.transport is not None and self.transport.get_extra_info("sslcontext") is None
 
     def can_be_passed(self, *, mid_request: bool) -> bool:
-        """Return True if another process can continue it without loss or, if `mid_request`, answer its request anew."""
+        """Return True if another process can continue it without loss or, if `mid_request`, answer its request."""
         if not self.can_ever_be_passed or self.transport.is_closing() or self.transport.get_write_buffer_size():
             return False
         return self._idle or (mid_request and self._repeatable)

@@ -34,7 +34,7 @@ class ReversibleUpdate(Protocol):
 
 
 class Lease:
-    """A time limit that each renewal starts anew; calls `on_lapse` once it has run out."""
+    """A time limit that each renewal restarts; calls `on_lapse` once it has run out."""
 
     def __init__(self, seconds: float, on_lapse: Callable[[], None]) -> None:
         self.seconds = seconds

@@ -176,7 +176,7 @@ class Registration:
                 return self._take_new_lease(str(error))
             return self._note_failure(str(error))
         self._adopt(lease, sent)
-        if wait_seconds:  # a broker whose answers are always late answers those in time that do not wait
+        if wait_seconds:  # even a broker that is always late answers in time if it need not wait
             self._failure = ""
         return 0.0
 
@@ -195,9 +195,9 @@ class Registration:
                 await self._broker.remove_server(self.identity.server_id, lease_id=self.lease_id)
 
     def _wait_seconds(self, now: float) -> float:
-        """Return how long a renewal may wait for a change, so that if it is lost, one more has the time.
+        """Return how long a renewal may wait for a change, so that there is time for one more if its answer is lost.
 
-        The lease is as old then as the renewal before it has waited. After a failure there is no time to wait.
+        The lease's age at this call is the time that the last renewal has waited. After a failure it must not wait.
         """
         if self.state is None or self._has_failed:
             return 0.0

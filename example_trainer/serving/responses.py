@@ -66,7 +66,7 @@ def sampling_masks(logprobs: Any, limit: int) -> list[list[int]]:
     ids, values = logprobs.token_ids, logprobs.logprobs
     masks: list[list[int]] = []
     for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True):
-        if end - start > limit + 1 and values[end - 1] > -math.inf:  # a wide row, as most are without a mask
+        if end - start > limit + 1 and values[end - 1] > -math.inf:  # too wide, as most rows without truncation are
             masks.append([])
             continue
         kept = dict.fromkeys(ids[i] for i in range(start, end) if values[i] > -math.inf)

@@ -104,7 +104,8 @@ def check_vllm_version() -> None:
 def check_sharing(config: ServerConfig, environ: Mapping[str, str], *, data_parallel_size: int = 1) -> None:
     """Refuse the features of vLLM under which a parameter is not one plain tensor.
 
-    Of several engines only the first one's tensors would be written, and the others' tokens have the new version too.
+    With several engines only the first one's tensors would be written, but the others' tokens would have the new
+    version.
     """
     refused = {
         f"--data-parallel-size {data_parallel_size}": data_parallel_size > 1,

@@ -243,7 +243,7 @@ class ServerState:
                 await self.fence.release()
 
     async def _fall_asleep(self, level: int) -> None:
-        if level != 1:  # level 2 drops the weights, and after waking the server would compute with anything
+        if level != 1:  # level 2 drops the weights; after waking, their memory would have undefined values
             raise Problem(422, "bad-sleep-level", f"level {level} would lose the weights; sleep at level 1")
         # Sleep would take the weights out of memory, and waking would resume the engine.
         if self.fence.publishing or self.exchanges:

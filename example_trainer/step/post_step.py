@@ -130,8 +130,8 @@ class PostStep:
     def keep_steps(self, error: AtroposError) -> None:
         """Write a checkpoint of the last step if the run ends with an error that came in place of a batch or a publish.
 
-        Nothing is committed: the broker may be gone. A disk that is full hides no other error. Of several ranks each
-        has a part of the checkpoint, and one that has failed alone leaves the others waiting elsewhere.
+        Nothing is committed: the broker may be gone. The error of a full disk does not replace `error`. Each of several
+        ranks has a part of the checkpoint; if one has failed alone, none is written, since the others wait elsewhere.
         """
         if not ends_batches(error) or not self._learner.ranks.have_heard(error):
             return

@@ -1,7 +1,7 @@
 """The check before a model is loaded: device, kernels, optimizer and loss that cannot work on this machine.
 
-Each of them is refused in one line within seconds, where its first use would come after the model and the server. It is
-apart from `train_step`, which also repeats recorded steps.
+Each of them is refused in one line within seconds; at its first use, model and server would have been loaded. This is a
+module of its own because `train_step` also repeats recorded steps.
 """
 
 from __future__ import annotations

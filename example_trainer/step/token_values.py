@@ -1,7 +1,7 @@
 """Values of tokens for people to look at: advantage, logprob and entropy of some of a batch's trained tokens.
 
-All groups of a small batch are recorded. Of a large one whole groups are chosen until they have as many trained tokens
-as `--recorded-tokens` allows: in turn the group with the lowest reward and the one with the highest.
+All groups of a small batch are recorded. From a large one whole groups are chosen until they have as many trained
+tokens as `--recorded-tokens` allows: alternately the group with the lowest reward and the one with the highest.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def gpu_uuid(device: torch.device) -> str | None:
 def _wait_for_members(store: Any, rendezvous: Rendezvous, timeout: timedelta) -> None:
     """Return when all members have come to the store; raise `RuntimeError` after the timeout.
 
-    NCCL has no limit of its own: without this a process waited for a member that never came for ever.
+    NCCL has no limit of its own: without this, a process would wait for ever for a member that does not come.
     """
     store.set(f"member/{rendezvous.rank}", "here")
     try:

@@ -66,7 +66,7 @@ def _words_of(tensor: Tensor) -> Tensor:
     count = flat.numel() * flat.element_size()
     word = _WORDS.get(count % 4, torch.uint8)
     if flat.storage_offset() * flat.element_size() % word.itemsize:
-        flat = flat.clone()  # a word cannot begin in the middle of another one's address
+        flat = flat.clone()  # a word's address must be a multiple of its size
     return flat.view(torch.uint8).view(word)
 
 

@@ -382,7 +382,7 @@ def _reason(error: httpx.HTTPError) -> str:
 
 
 def _problem_of(response: httpx.Response) -> tuple[str, str]:
-    """Return the last part of a problem's type, and its detail; of any other answer no type, and its beginning."""
+    """Return the last part of a problem's type, and its detail; for any other answer, "" and its beginning."""
     try:
         problem = response.json()
     except ValueError:

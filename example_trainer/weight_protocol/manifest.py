@@ -98,7 +98,8 @@ def load_manifest(path: Path) -> BridgeManifest:
 def find_manifest(flag: str | None, environ: Mapping[str, str], server_url: str | None) -> Path:
     """Return the manifest's path: from the flag unless `auto`, else `$LOGDIR`, the server or the current directory.
 
-    Of several, one that the server at this address wrote comes before what a killed one, or another, has left.
+    If there are several, the one of the server at this address precedes those that a killed server, or another, has
+    left.
     """
     if flag and flag != "auto":
         given = Path(flag)
@@ -170,7 +171,7 @@ def _query_server(server_url: str | None) -> tuple[str | None, str | None]:
     try:
         with without_proxy.open(address, timeout=5) as answer:
             info = json.load(answer)
-    except (OSError, ValueError, HTTPException):  # no answer, or that of a program which is no server of ours
+    except (OSError, ValueError, HTTPException):  # no answer, or one of another program
         return None, address
     named = info.get("manifest_path") if isinstance(info, dict) else None
     return (str(named) if named else None), address

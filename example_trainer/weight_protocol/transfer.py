@@ -129,7 +129,8 @@ def make_gloo_group(store: Any, rank: int, world_size: int, *, host: str, timeou
     """Return a gloo group of processes that met at `host`; it uses the interface from which `host` is reached.
 
     By itself torch takes the address that this machine's name resolves to, which is a loopback one on Debian and where
-    the name is unknown: members on other hosts then wait for each other without end. GLOO_SOCKET_IFNAME comes first.
+    the name is unknown: members on other hosts then wait for each other without end. GLOO_SOCKET_IFNAME takes
+    precedence.
     """
     address = host if is_loopback(host) else local_address(host)
     if address is None or (GLOO_INTERFACE in os.environ and not is_loopback(host)):

@@ -193,7 +193,7 @@ class BroadcastExchange:
             group.close()  # ends the servers' wait for the remaining buckets
             if not self._gives_up:
                 wait(waiting)
-            if causes:  # the group was left because of it
+            if causes:  # a server's error is the cause; this one follows from it
                 raise causes[0] from None
             raise
         wait(waiting)

@@ -2,7 +2,7 @@
 
 A delivery names the members that serve the version when it returns, and the error of each one that was lost on the
 way. Adapters need no agreement: each server has the version at once or is lost. A broadcast is all or nothing: if a
-member is lost, the exchange is begun anew with the others. `checkpoint_delivery` has the third way, whole checkpoints.
+member is lost, the exchange starts again with the others. `checkpoint_delivery` has the third way, whole checkpoints.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class RegisteredBridge(WeightBridge):
         )
 
     def _generate(self, member: Member, request: dict[str, Any]) -> dict[str, Any]:
-        """Return a server's answer; raise an error as soon as the server does not say how it is any more.
+        """Return a server's answer; raise an error as soon as the server does not answer requests for its state.
 
         Raises `WaitStopped` once the trainer is told to stop.
         """

@@ -119,7 +119,7 @@ def link_served(directory: Path) -> Path:
     """Make the link beside a complete checkpoint lead to it, in one rename, and return the link.
 
     vLLM's cache of compiled graphs counts the model's path as part of the model: under a new name each server would
-    compile anew, 20 to 60 s. Where no link can be made the checkpoint's own path is returned.
+    compile again, 20 to 60 s. Where no link can be made the checkpoint's own path is returned.
     """
     link = directory.with_name(LINK)
     try:
@@ -146,7 +146,7 @@ def _write(
     try:
         unlink_served(directory.parent, directory)
         shutil.rmtree(directory, ignore_errors=True)
-        # A resumed run believes the record, also after a power cut.
+        # A resumed run relies on the record, so the files must be on the disk even after a power cut.
         with raising_os_errors(), write_directory(directory, synced=record is not None) as partial:
             _check_space(partial, needed_bytes)
             write_tensors(partial, tensors)

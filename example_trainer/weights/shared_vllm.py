@@ -249,7 +249,7 @@ class SharedVllmBridge(WeightBridge):
         )
 
     def _current_attachment(self) -> Attachment:
-        """Return the attachment to the server process that runs now, made anew after a restart."""
+        """Return the attachment to the server process that runs now; attach again after a restart."""
         current = self._attached
         if self._policy is None or current is None:
             raise PublishFailed("nothing is attached; call prepare() before publish()")

@@ -111,7 +111,7 @@ class RegisteredServers:
         # A server with a new lease was away, so what was known of it under the old lease no longer holds.
         base_url = f"{row.url.rstrip('/')}/v1"
         server = self._make(self.template.model_copy(update={"base_url": base_url}))
-        server.channel.host_is_known = True  # the trainer has reached it; a new pod's name spreads slowly
+        server.channel.host_is_known = True  # the trainer has reached it; DNS may learn a new name late
         self._by_lease[row.lease_id] = server
         self.servers.append(server)
         logger.info("the inference server %s at %s serves the policy %s", row.server_id, row.url, row.policy)

@@ -240,7 +240,7 @@ CLOSING_SECONDS = 10.0
 
 
 def run(verb: Verb, make_env: Callable[[], Environment]) -> int:
-    """Make the environment, run the verb and return the exit code. Of several errors the first is raised."""
+    """Make the environment, run the verb and return the exit code. If there are several errors, raise the first."""
     with listen_for_stop() as stop:
         allow_open_files()
         env = make_env()
@@ -333,7 +333,7 @@ async def _unless_stopped(work: Coroutine[Any, Any, int | None], stop: StopReque
         stopped.cancel()
 
 
-GC_THRESHOLD = 50_000  # more than the rollouts in flight hold: with 700 they would be scanned all the time
+GC_THRESHOLD = 50_000  # more objects than the rollouts in flight have: at 700 they would be scanned all the time
 
 
 def allow_open_files() -> None:

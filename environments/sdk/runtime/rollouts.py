@@ -128,7 +128,7 @@ class RolloutRunner:
                         collected, more = await self._env.collect_trajectories(drawn.item)
                         finished = await self._env.postprocess_histories(collected) if collected else None
                     if finished is not None:
-                        with contained():  # no time limit: a late teacher costs its logprobs, not the group
+                        with contained():  # no time limit: if a teacher is late, only its logprobs are missing
                             await self._env.handle_send_to_api(finished, drawn.item)
             finally:
                 await self._clean_up(drawn)
@@ -141,7 +141,7 @@ class RolloutRunner:
     async def _clean_up(self, drawn: DrawnItem) -> None:
         """Run the environment's `cleanup` to its end, or for `CLEANUP_SECONDS` once the rollout is cancelled."""
         async with anyio.create_task_group() as tasks:
-            with anyio.CancelScope(shield=True) as scope:  # else a cancelled rollout's would end at its first wait
+            with anyio.CancelScope(shield=True) as scope:  # else that of a cancelled rollout would end at once
                 tasks.start_soon(_limit_once_cancelled, scope)
                 with contained():
                     await self._env.cleanup()

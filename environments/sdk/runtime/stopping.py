@@ -33,7 +33,7 @@ class StopRequest:
         """Time that the stop may take, from the first signal on; code that has work to save increases it."""
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         self._limit: object | None = None
-        """Stands for the limit that holds; earlier ones end without effect."""
+        """The limit that applies, as an object of its own: a timer of an earlier limit has no effect."""
 
     @property
     def exit_code(self) -> int:

@@ -88,7 +88,7 @@ class EnvironmentWorker:
         self._joined: tuple[str | None, int | None] | None = None
         """The run whose settings are adopted, and the number of its owner."""
         self._log_due = self._stopping = False
-        self._first_size = self._own_steps = 0  # `group_size` before a schedule, `total_steps` before a run
+        self._first_size = self._own_steps = 0  # the configured `group_size` and `total_steps`, which a run may change
 
     @property
     def metrics(self) -> EnvironmentMetrics:
@@ -192,7 +192,7 @@ class EnvironmentWorker:
         env.curr_step = self._pacing.current_step
         env.config.group_size = env.config.group_size_at(env.curr_step, self._first_size)
         env.checkpoint_dir = info.checkpoint_dir
-        if self._own_steps == -1:  # as in Atropos, that of the run
+        if self._own_steps == -1:  # as in Atropos, -1 stands for the run's number of steps
             env.config.total_steps = info.num_steps or -1
         env.status_dict = self._status(self._pacing)
         await env.get_server_info()
@@ -310,7 +310,7 @@ class EnvironmentWorker:
 
     @property
     def _evaluation_can_start(self) -> bool:
-        """True if an evaluation is due and none runs: rollouts go on while one that runs holds up the next."""
+        """True if an evaluation is due and none is in progress; until that one ends, rollouts go on."""
         return self._evaluation_due and self._evaluation is None
 
     def _has_room(self) -> bool:

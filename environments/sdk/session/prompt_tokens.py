@@ -1,4 +1,4 @@
-"""Tokens of a call's prompt, by prefix matching: which sequence it continues, and what is encoded anew.
+"""Tokens of a call's prompt, by prefix matching: which sequence it continues, and which text is newly encoded.
 
 The prompt is the tokens that the sequence already has, and the new part encoded. A chat is compared message by message.
 The sampled messages are rendered as placeholders, so that the text between them is known even with a template that
@@ -193,7 +193,7 @@ class PromptBuilder:
             self._drift.record(conversation.prompt_text, before, "the chat as its template renders it")
             return None
         if base.ended and not tail:
-            return None  # the answer is to go on, and nothing that is sampled after its end token would be a part of it
+            return None  # this answer is to be continued, but tokens sampled after its end token would not belong to it
         still_open = chat.open_end and len(chat.keys) == len(conversation.keys)
         return Prompt(
             base.tokens + self._tail_tokens(base, tail),
@@ -214,7 +214,7 @@ class PromptBuilder:
         ]
         text = chat.render(self._codec, messages)
         if base.ended and text in base.texts:
-            return None  # as in `_continue_chat`: the answer is to go on after its end
+            return None  # as in `_try_to_continue`: an answer with an end token cannot be continued
         tail = base.tail_after(text)
         if tail is None:
             self._drift.record(base.texts[-1], text, "the chat as its template renders it")
@@ -279,7 +279,7 @@ class PromptBuilder:
 
 
 def _closeness(node: SequenceNode, chat: Chat) -> tuple[int, int]:
-    """Return how much of a chat a sequence holds: its messages, then the identities that they share."""
+    """Return how much of a chat a sequence holds: the number of messages, then that of shared message identities."""
     conversation = node.conversation
     return (0, 0) if conversation is None else (len(conversation.keys), conversation.shared_identities(chat.keys))
 

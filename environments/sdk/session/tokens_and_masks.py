@@ -151,7 +151,7 @@ def current_sample_log() -> SampleLog | None:
 
 
 def log_nodes(nodes: Sequence[SequenceNode], split: Split) -> None:
-    """Log new sequences; of an evaluation only their policy versions are kept."""
+    """Log new sequences; in an evaluation only their policy versions are kept."""
     sample_log = _sample_log.get()
     if sample_log is None:
         return

@@ -67,7 +67,7 @@ class SampleReader:
             content = self._codec.visible(body)
         content = turn.sampling.cut_at_stop(content)
         text = turn.prompt.text
-        # Where a client sees nothing, its text is the prompt, with which any other answer to it begins as well.
+        # If a client sees no text of the answer, its text is the prompt, with which every answer to it begins.
         node.texts = (text + sampled,) if content in {"", sampled} else (text + sampled, text + content)
         node.full_text = text + sampled + (self._codec.text_of(sample.tokens[-1]) if node.ended else "")
         node.metadata["content"] = content

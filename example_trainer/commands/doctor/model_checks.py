@@ -209,7 +209,7 @@ def _scaling_hint(config: Mapping[str, Any]) -> str:
 
 
 def check_rope(requested: RequestedRun) -> Iterator[Finding]:
-    """Check that trainer and server rotate positions alike, and that the scaling's own numbers agree."""
+    """Check that trainer and server rotate positions in the same way, and that the scaling's own numbers agree."""
     for name in SERVER_ROPE:
         if name in requested.server_extras:
             text = f"vllm.{name} {requested.server_extras[name]} changes the model on the server and not in the trainer"

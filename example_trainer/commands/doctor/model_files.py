@@ -79,7 +79,7 @@ class ModelFiles:
 
     @cached_property
     def chat_template(self) -> str | None:
-        """The chat template, from its own file or the tokenizer's configuration; of several, the default one."""
+        """The chat template, from its own file or the tokenizer's configuration; the default one of several."""
         file = self.folder / "chat_template.jinja"
         found = file.read_text(encoding="utf-8") if file.is_file() else self.tokenizer_config.get("chat_template")
         if isinstance(found, list):

@@ -45,7 +45,7 @@ HEAD_INTERVAL_SECONDS = 2.0
 HEAD_SILENCES = 3
 CLOSE_SECONDS = 10.0
 SEAT_ENVIRONMENT = {"env_vars": {"RAY_worker_niceness": "0"}}
-"""Ray starts actors at niceness 15, which a seat's programs would inherit, though they are the work of their node."""
+"""Ray starts actors at niceness 15; a seat's programs would inherit it, although they are the node's main work."""
 
 
 def connect(settings: PlacementSettings, run: RunDir) -> RayPlacement:
@@ -139,7 +139,7 @@ class RaySeat(Seat):
         except ActorDiedError as error:
             self.lost = _cause(error)
         except (RayActorError, GetTimeoutError):
-            return  # not reached now: Ray says in time if the node is dead
+            return  # it cannot be reached at present; if its node is dead, Ray reports that later
 
 
 @dataclass(slots=True)

@@ -81,7 +81,7 @@ class Placement(Protocol):
         """Place all roles or none; raise `PlacementFailed` once the time is over, or after `close`."""
 
     def release(self, role: str) -> None:
-        """Give the seats of a role back; a gang that has lost one seat is placed anew as a whole."""
+        """Give the seats of a role back; a gang that has lost one seat is placed again as a whole."""
 
     def lost(self) -> Mapping[str, str]:
         """Return the reason for each lost seat that was not released; raise `ChildFailed` if all are lost."""

@@ -1,9 +1,10 @@
 """A supervisor whose programs run in seats; those without a role run beside the launcher, as under `Supervisor`.
 
-A gang is one program here: it has ended well once all its processes have, and has failed with the first that fails. A
-process that loses another ends with a refusal, maybe before that one does, whose exit code tells more: it is awaited.
-Then all of them are stopped, and started again together. Where a seat is lost, the role is released and placed anew in
-a thread, so that the launch goes on meanwhile; a role that finds no place in time has failed once more.
+A gang is one program here: it has succeeded once all its processes have, and has failed once one of them fails. A
+process that loses another one exits with a refusal, perhaps before the other has exited. The exit code of the other
+tells more, so it is awaited. Then all of them are stopped, and started again together. Where a seat is lost, the role
+is released and placed again in a thread, so that the launch goes on meanwhile; a role that finds no place in time has
+failed once more.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class SeatedProgram(SupervisedProgram):
         codes: dict[str, int | None] = {}
         for name, seat in zip(self.role.program_names, self.seats, strict=bool(self.seats)):
             state = seat.state()
-            is_lost = seat.name in lost and state.exit_code is None  # of a process that has ended it is no loss
+            is_lost = seat.name in lost and state.exit_code is None  # an ended process does not need its seat
             loss = f"its seat on {seat.address} ({lost[seat.name]})" if is_lost else state.loss
             if loss is not None:
                 self.log_path = self.log_path.with_name(f"{name}.log")
@@ -127,7 +128,7 @@ class SeatedSupervisor(Supervisor):
         self._programs[spec.name] = program
         if role.name in self._seats:
             self._start_in_seats(program)
-        elif role.name not in self._placing:  # a program that was stopped meanwhile may have asked already
+        elif role.name not in self._placing:  # an earlier start, which was stopped since, may have asked
             self._placing[role.name] = self._begin_placing([role])
         return program
 

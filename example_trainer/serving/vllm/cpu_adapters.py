@@ -83,7 +83,7 @@ def _rows_by_slot(slots: torch.Tensor) -> Iterator[tuple[slice | torch.Tensor, i
     if not len(slots):
         return
     first = int(slots[0])
-    if bool((slots == first).all()):  # as nearly always, and then nothing is copied
+    if bool((slots == first).all()):  # nearly always true, and then nothing is copied
         if first >= 0:
             yield slice(None), first
         return

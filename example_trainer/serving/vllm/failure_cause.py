@@ -30,7 +30,7 @@ _LONGEST = 500
 class _LastErrorFilter(logging.Filter):
     """Lets every record pass, and writes the exception of each logged error to a file, over the one before.
 
-    It is not a handler, because the engine configures its logging anew, which removes handlers and keeps filters.
+    It is not a handler, because the engine configures logging again, which removes handlers and keeps filters.
     """
 
     def __init__(self, path: Path) -> None:

@@ -39,7 +39,7 @@ _LIFE_CHECK_SECONDS = 0.5
 
 
 def end_broken_reload(model: Any) -> None:
-    """Give each layer its tensors back after a reload that has failed, so that the next one begins anew."""
+    """Give each layer its tensors back after a reload that has failed, so that the next one starts clean."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     for layer in model.modules():

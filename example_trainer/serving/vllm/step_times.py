@@ -54,7 +54,7 @@ class StepTimes:
         sizes[1, 1] *= 1.0 + _SHRINKAGE
         sizes[2, 2] = sizes[2, 2] * (1.0 + _SHRINKAGE) + 1e-9
         fixed, request, token = np.linalg.solve(sizes, times)
-        if request < 0.0 or fixed < 0.0:  # noise over steps of nearly one size
+        if request < 0.0 or fixed < 0.0:  # noise, since nearly all steps had one size
             fixed, request = times[0] / sizes[0, 0], 0.0
         return float(fixed), float(request), max(0.0, float(token))
 
