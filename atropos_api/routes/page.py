@@ -1,4 +1,6 @@
-"""The live page: its HTML at `/` for browsers, and its files below `/page`. All addresses in it are relative."""
+"""The files of the live page: its HTML at `/` for browsers, the rest below `/page`; the data that it shows come from
+`watch` and `ops`. All addresses in it are relative.
+"""
 
 from __future__ import annotations
 

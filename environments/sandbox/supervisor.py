@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from environments.sandbox import isolation, limits, system_calls
+from environments.sandbox import control_groups, isolation, system_calls
 from environments.sandbox.isolation import MOST_FILES, Namespaces
 from environments.sandbox.launch import (
     FILTER,
@@ -57,7 +57,7 @@ class Supervisor:
         if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl")
         self._channel = channel
-        self._groups = limits.find()
+        self._groups = control_groups.find()
         self._bubblewrap = isolation.find()
         self._namespaces = Namespaces()
 
@@ -90,7 +90,7 @@ class Supervisor:
             if group is not None:
                 group.remove()
 
-    def exec_in_child(self, launch: Launch, group: limits.ControlGroup | None, denied: bytes) -> NoReturn:
+    def exec_in_child(self, launch: Launch, group: control_groups.ControlGroup | None, denied: bytes) -> NoReturn:
         """Turn a new process into the first process of a run."""
         if group is not None:
             group.enter()
@@ -112,7 +112,7 @@ class Run:
 
     launch: Launch
     channel: socket.socket
-    group: limits.ControlGroup | None
+    group: control_groups.ControlGroup | None
     ended_by: str = ""
     """The limit that ended it: time, memory, processes or files; empty if the code ended by itself."""
 
@@ -182,7 +182,7 @@ class Run:
         """Kill every process of the run and wait until all have exited."""
         deadline = time.monotonic() + END_SECONDS
         while self._reap():
-            for pid in limits.descendants(os.getpid()):
+            for pid in control_groups.descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
@@ -232,7 +232,7 @@ class Run:
     def _watch_folder(self) -> bool:
         """Open the code's working folder through a process inside its file system."""
         own_root = Path("/").stat()
-        for pid in limits.descendants(self._first_pid):
+        for pid in control_groups.descendants(self._first_pid):
             with contextlib.suppress(OSError):
                 if not os.path.samestat(Path(f"/proc/{pid}/root").stat(), own_root):
                     self._descriptors["folder"] = os.open(f"/proc/{pid}/root{WORK_FOLDER}", os.O_PATH | os.O_CLOEXEC)
@@ -247,8 +247,8 @@ class Run:
 
     def _limit_reached(self) -> str:
         """Return the limit that the run as a whole has reached, or ""."""
-        pids = limits.descendants(os.getpid())
-        usage = limits.measure(pids, enough_bytes=self.launch.memory_bytes)
+        pids = control_groups.descendants(os.getpid())
+        usage = control_groups.measure(pids, enough_bytes=self.launch.memory_bytes)
         if usage.cpu_seconds > self.launch.cpu_seconds:
             return "time"
         in_files = 0

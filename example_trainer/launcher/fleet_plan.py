@@ -25,14 +25,6 @@ MOST_SERVERS: Final = 64
 AddedServer = tuple[ChildSpec, Mapping[Path, Mapping[str, Any]]]
 """A server that is planned while the others run, and the content of its settings file, by path."""
 
-_FIXED: Final[Mapping[str, str]] = {
-    "shared_vllm": "servers that come and go take weights by broadcast: start the run with --registered-servers",
-    "lora_only": "trainer and environments were given the servers' addresses: start the run with --registered-servers",
-    "lora_restart": "mode lora_restart replaces its one server: start the run with --weight-bridge-mode lora_only "
-    "--registered-servers",
-    "none": "mode none replaces its one server: start the run with --registered-servers --restart-method reload",
-}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetLimits:
@@ -88,7 +80,7 @@ def _next_taken(settings: RunSettings, gpus: Iterable[int], environ: Mapping[str
 
 def _why_fixed(config: RunConfig) -> str:
     if not config.registered_servers:
-        return _FIXED[config.weight_bridge_mode]
+        return config.mode.why_servers_fixed
     if config.start_vllm == "never":
         return (
             "with --start-vllm never the launcher starts none: add one by vllm_api_server --broker-url, and take one "

@@ -1,4 +1,4 @@
-"""Policy-gradient losses over a flat list of trained tokens; the ratios and KL estimates that they use are in `ratios`.
+"""Policy-gradient losses over a flat list of trained tokens; they use `ratios` and `kl_divergence`.
 
 Each loss gives one value per token; the step's loss is their sum weighted by `token_weights`, which contain the
 denominators of the whole optimizer step. So the rows can be split into micro-batches anywhere and gradients stay the
@@ -14,12 +14,9 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from example_trainer.objective.kl_divergence import DistillForm, KlEstimator, forward_kl, kl_estimates
 from example_trainer.objective.ratios import (
-    DistillForm,
-    KlEstimator,
     MismatchCorrection,
-    forward_kl,
-    kl_estimates,
     log_ratios,
     masked_weights,
     mismatch_weights,

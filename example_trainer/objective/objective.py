@@ -28,6 +28,7 @@ from atropos_api.common import metric_names as names
 from atropos_api.common.import_path import import_own
 from example_trainer.errors import UnusableLoss
 from example_trainer.modeling.micro_batches import Row
+from example_trainer.objective.kl_divergence import KlController, teacher_credits
 from example_trainer.objective.losses import (
     FusedClip,
     LossInputs,
@@ -37,7 +38,7 @@ from example_trainer.objective.losses import (
     loss_terms,
 )
 from example_trainer.objective.metrics import policy_metrics
-from example_trainer.objective.ratios import KlController, log_ratios, sequence_means, teacher_credits
+from example_trainer.objective.ratios import log_ratios, sequence_means
 from example_trainer.objective.reference_policy import Reference, Score
 from example_trainer.objective.sampling_masks import labels_with_masks, over_masks
 from example_trainer.objective.surrogates import outward_squares, second_moment_cut

@@ -1,6 +1,6 @@
 """The reference policy, from which the KL term is measured; it needs no second model in memory.
 
-The estimators of the KL divergence are in `ratios`.
+The estimators of the KL divergence are in `kl_divergence`.
 
 It is the policy at the run's start, kept as a copy of the trained weights; with adapters the base with the adapter off,
 at no cost; or another checkpoint of the same architecture. A swap makes the current policy the reference. Reference

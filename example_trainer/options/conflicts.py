@@ -279,15 +279,12 @@ def _refuse_remote_host(config: TrainingOptions) -> str | None:
 def _refuse_registered(config: TrainingOptions) -> str | None:
     if not config.registered_servers:
         return None
-    if config.weight_bridge_mode == "lora_restart":
+    mode = config.mode
+    if not (mode.server_outlives_publish or (mode.reloads_checkpoints and config.restart_method == "reload")):
+        instead = "add --restart-method reload, which makes them read each checkpoint"
         return (
-            "--registered-servers: mode lora_restart restarts its server, and the trainer cannot restart registered "
-            "ones; use --weight-bridge-mode lora_only"
-        )
-    if config.weight_bridge_mode == "none" and config.restart_method != "reload":
-        return (
-            "--registered-servers: mode none restarts its server, and the trainer cannot restart registered ones; add "
-            "--restart-method reload, which makes them read each checkpoint"
+            f"--registered-servers: mode {mode.name} restarts its server, and the trainer cannot restart registered "
+            f"ones; {instead if mode.reloads_checkpoints else 'use --weight-bridge-mode lora_only'}"
         )
     if config.inference_urls is not None:
         return "--registered-servers takes the servers' addresses from the broker; leave --inference-urls out"

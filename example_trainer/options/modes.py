@@ -1,7 +1,8 @@
 """The weight sync modes: a row describes each mode, and all other code reads that row.
 
-A further mode is a row here and a bridge in `weights/`, which `weights/factory.py` names. `shared_vllm` with
-`--num-inference-nodes` is the broadcast of `weights/broadcast.py`: the same mode, with servers that share no memory.
+A further mode is a row here and a bridge in `weights/`, which `weights/factory.py` names, there also for
+`--registered-servers`. `shared_vllm` with `--num-inference-nodes` is the broadcast of `weights/broadcast.py`: the same
+mode, with servers that share no memory.
 This module loads no torch.
 """
 
@@ -20,6 +21,8 @@ class Mode:
     """One way for trained weights to reach the inference server."""
 
     name: BridgeMode
+    why_servers_fixed: str
+    """The reason why the number of servers cannot change without `--registered-servers`, and what to start instead."""
     trains_adapter: bool = False
     """True if an adapter is trained next to a frozen base; else the weights themselves are."""
     shares_memory: bool = False
@@ -44,9 +47,17 @@ MODES: Mapping[str, Mode] = MappingProxyType(
     {
         mode.name: mode
         for mode in (
-            Mode(name="shared_vllm", shares_memory=True, server_outlives_publish=True),
+            Mode(
+                name="shared_vllm",
+                why_servers_fixed="servers that come and go take weights by broadcast: start the run with "
+                "--registered-servers",
+                shares_memory=True,
+                server_outlives_publish=True,
+            ),
             Mode(
                 name="lora_only",
+                why_servers_fixed="trainer and environments were given the servers' addresses: start the run with "
+                "--registered-servers",
                 trains_adapter=True,
                 server_outlives_publish=True,
                 interval_if_set=True,
@@ -54,8 +65,19 @@ MODES: Mapping[str, Mode] = MappingProxyType(
                 starts_missing_server=True,
                 drains_requests=False,
             ),
-            Mode(name="lora_restart", trains_adapter=True),
-            Mode(name="none", refuses_adapter_settings=True, reloads_checkpoints=True),
+            Mode(
+                name="lora_restart",
+                why_servers_fixed="mode lora_restart replaces its one server: start the run with --weight-bridge-mode "
+                "lora_only --registered-servers",
+                trains_adapter=True,
+            ),
+            Mode(
+                name="none",
+                why_servers_fixed="mode none replaces its one server: start the run with --registered-servers "
+                "--restart-method reload",
+                refuses_adapter_settings=True,
+                reloads_checkpoints=True,
+            ),
         )
     }
 )

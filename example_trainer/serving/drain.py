@@ -1,6 +1,6 @@
 """The choice of `--in-flight auto` between draining and recomputing the requests that run when a publish begins.
 
-The usual wait is in `fence`, its length in `options.publish`.
+`fence` asks for it, and waits; the most that it waits, `--drain-seconds`, has its default in `options.publish`.
 
 New requests are held back during a publish, so a publish that waits for running ones wastes the places of those that
 have ended meanwhile, and a publish that pauses at once makes the engine compute the KV entries of all of them again.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from environments.sandbox import limits
+from environments.sandbox import control_groups
 
 from .mutant import Mutant
 
@@ -18,7 +18,7 @@ _SUPERVISOR = "environments/sandbox/supervisor.py"
 _RUNNER = "environments/sandbox/runner.py"
 _LAUNCH = "environments/sandbox/launch.py"
 _CALLS = "environments/sandbox/system_calls.py"
-_GROUPS = "environments/sandbox/limits.py"
+_GROUPS = "environments/sandbox/control_groups.py"
 _MATH = "environments/rewards/math_worker.py"
 
 _TESTS = "unit/environments/sandbox/"
@@ -105,7 +105,7 @@ _EVERYWHERE = (
     ),
     Mutant(
         "shared pages count for each",
-        "environments/sandbox/limits.py",
+        "environments/sandbox/control_groups.py",
         "if memory > enough_bytes:",
         "if False:",
         f"{_COUNTED}memory_that_processes_share_is_counted_once",
@@ -275,5 +275,5 @@ _WITH_GROUPS = (
 SANDBOX: tuple[Mutant, ...] = (
     *_EVERYWHERE,
     *(_AS_ROOT if os.geteuid() == 0 else ()),
-    *(_WITH_GROUPS if limits.find() is not None else ()),
+    *(_WITH_GROUPS if control_groups.find() is not None else ()),
 )

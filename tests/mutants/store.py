@@ -6,7 +6,7 @@ from .mutant import Mutant
 
 _SEGMENTS = "atropos_api/store/segments.py"
 _SQLITE = "atropos_api/store/sqlite_ledger.py"
-_DIRECTORY = "atropos_api/store/factory.py"
+_DIRECTORY = "atropos_api/store/directory.py"
 
 _LOG = "unit/store/test_store.py::test_"
 _RECORDS = "unit/store/test_ledger_kills.py::test_"

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from atropos_api.store.factory import open_directory, open_store
+from atropos_api.store.directory import open_directory
+from atropos_api.store.factory import open_store
 from atropos_api.testing import RedisServer, running_redis
 
 

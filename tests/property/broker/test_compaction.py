@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from atropos_api.broker import Broker, BrokerSettings
-from atropos_api.store.factory import open_directory
+from atropos_api.store.directory import open_directory
 from atropos_api.wire import EnvironmentRequest, RunRequest
 from atropos_api.wire.group_json import CheckedGroup
 

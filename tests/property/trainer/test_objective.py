@@ -11,8 +11,9 @@ from example_trainer.modeling.attention import Segment, build_layout
 from example_trainer.modeling.logprobs import token_logprobs
 from example_trainer.modeling.micro_batches import Row, pack_rows
 from example_trainer.objective.advantages import AdvantageSettings, compute_advantages
+from example_trainer.objective.kl_divergence import forward_kl, kl_estimates
 from example_trainer.objective.losses import LossSettings, clipped_losses, is_clipped, token_weights
-from example_trainer.objective.ratios import forward_kl, kl_estimates, mismatch_weights
+from example_trainer.objective.ratios import mismatch_weights
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import pytest
 from atropos_api.broker import Broker
 from atropos_api.broker.v0 import AtroposContract, LegacyEnvironment, LegacyRegistration
 from atropos_api.http.streaming import coalesce
-from atropos_api.store.factory import open_directory
+from atropos_api.store.directory import open_directory
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.wire import json_arrays
 from atropos_api.wire.group_json import check_group, decode_fields

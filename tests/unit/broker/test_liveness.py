@@ -7,7 +7,7 @@ import pytest
 from atropos_api.broker import Broker
 from atropos_api.broker.environments import Environments, measure_liveness
 from atropos_api.broker.state import SteadyClock
-from atropos_api.store.factory import open_directory
+from atropos_api.store.directory import open_directory
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.wire.messages import EnvironmentRequest, RunRequest
 

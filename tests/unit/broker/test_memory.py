@@ -10,7 +10,7 @@ import gc, os, sys, tempfile
 from pathlib import Path
 import msgspec, psutil
 from atropos_api.broker import Broker, BrokerSettings
-from atropos_api.store.factory import open_directory
+from atropos_api.store.directory import open_directory
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.testing import make_group
 from atropos_api.wire import EnvironmentRequest

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from atropos_api.broker import Broker, BrokerSettings
-from atropos_api.store.factory import open_directory
+from atropos_api.store.directory import open_directory
 from atropos_api.wire import PolicyUpdate, RunRequest, ServerReport
 
 TRACED = {"broker.py", "runs.py", "inference_servers.py", "state.py", "sqlite_ledger.py"}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from example_trainer.errors import UnusableLoss
+from example_trainer.objective.kl_divergence import KlController, forward_kl, kl_estimates, teacher_credits
 from example_trainer.objective.losses import LossInputs, LossSettings, loss_terms, token_losses
 from example_trainer.objective.objective import load_own_loss
-from example_trainer.objective.ratios import KlController, forward_kl, kl_estimates, teacher_credits
 
 
 def inputs(logprobs: Tensor, **more: Tensor) -> LossInputs:

@@ -10,7 +10,7 @@ from atropos_api.broker import Broker, BrokerSettings
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import DamagedBatch, StoreUnavailable
 from atropos_api.server.app import create_app
-from atropos_api.store.factory import open_directory
+from atropos_api.store.directory import open_directory
 from atropos_api.testing import make_group
 from atropos_api.wire import EnvironmentRequest, RunRequest
 from atropos_api.wire.group_json import check_group, decode_fields

@@ -10,7 +10,7 @@ from atropos_api.broker import Broker, BrokerSettings
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import StoreUnavailable
 from atropos_api.server.app import create_app
-from atropos_api.store.factory import open_directory
+from atropos_api.store.directory import open_directory
 from atropos_api.store.segments import SegmentLog
 from atropos_api.store.sqlite_ledger import SqliteLedger
 from atropos_api.testing import make_group

@@ -7,7 +7,7 @@ import pytest
 
 from atropos_api.errors import StoreUnavailable
 from atropos_api.store.base import Answers, BodyRef, EnvironmentRow, Event, GroupRow, KeyRow, PolicyRow
-from atropos_api.store.factory import open_directory
+from atropos_api.store.directory import open_directory
 from atropos_api.store.sqlite_ledger import SqliteLedger
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from atropos_api.broker import Broker
 from atropos_api.errors import StoreUnavailable
-from atropos_api.store.factory import open_directory
+from atropos_api.store.directory import open_directory
 from atropos_api.store.segments import SegmentLog
 from atropos_api.testing import make_group
 from atropos_api.wire import EnvironmentRequest, RunRequest

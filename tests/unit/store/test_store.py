@@ -9,7 +9,8 @@ import pytest
 
 from atropos_api.errors import DataDirectoryInUse, StoreDamaged, StoreUnavailable
 from atropos_api.store.base import Answers, BodyRef, GroupRow, KeyRow, PolicyRow
-from atropos_api.store.factory import open_directory, open_store
+from atropos_api.store.directory import open_directory
+from atropos_api.store.factory import open_store
 from atropos_api.store.segments import SegmentLog
 from atropos_api.store.sqlite_ledger import SqliteLedger
 

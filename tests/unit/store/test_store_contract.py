@@ -20,7 +20,8 @@ from atropos_api.store.base import (
     MetricsRow,
     PolicyRow,
 )
-from atropos_api.store.factory import open_directory, open_held, open_session
+from atropos_api.store.directory import open_directory
+from atropos_api.store.factory import open_held, open_session
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.store.redis_session import RedisSession
 from atropos_api.testing import RedisServer, make_group, running_redis

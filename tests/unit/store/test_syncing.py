@@ -16,8 +16,8 @@ from atropos_api.broker import Broker
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import StoreUnavailable
 from atropos_api.server.app import create_app
-from atropos_api.store import factory
-from atropos_api.store.factory import open_directory
+from atropos_api.store import directory
+from atropos_api.store.directory import open_directory
 from atropos_api.testing import make_group
 from atropos_api.wire import EnvironmentRequest, RunRequest
 from atropos_api.wire.group_json import check_group, decode_fields
@@ -253,7 +253,7 @@ def test_power_that_fails_anywhere_costs_always_nothing_that_was_answered(tmp_pa
 
 
 def test_a_store_that_is_closed_just_as_a_sync_becomes_due_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr(factory, "SYNC_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(directory, "SYNC_INTERVAL_SECONDS", 0.01)
     ledger, _ = open_directory(tmp_path, fsync="interval", fresh=False)
     closing, clear, both_set = threading.Thread(target=ledger.close, daemon=True), ledger.written.clear, 0.05
 

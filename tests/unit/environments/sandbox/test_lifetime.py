@@ -15,7 +15,7 @@ import anyio
 import psutil
 import pytest
 
-from environments.sandbox import isolation, limits, python_tool
+from environments.sandbox import control_groups, isolation, python_tool
 from environments.sandbox.python_tool import (
     MECHANISMS,
     PythonTool,
@@ -216,10 +216,15 @@ async def test_supervisors_are_used_again_and_no_more_than_run_at_once(tool):
 
 
 async def test_no_control_group_is_left(tool):
-    found = limits.find()
+    found = control_groups.find()
     if found is None:
         pytest.skip("no control groups can be made here")
     await tool.run("1")
     pids = [supervisor.pid for supervisor in tool._supervisors]
-    left = [path for place in found.places.values() for pid in pids for path in place.glob(f"{limits.PREFIX}{pid}-*")]
+    left = [
+        path
+        for place in found.places.values()
+        for pid in pids
+        for path in place.glob(f"{control_groups.PREFIX}{pid}-*")
+    ]
     assert left == []

@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from environments.sandbox import isolation, limits
+from environments.sandbox import control_groups, isolation
 from environments.sandbox.isolation import MOST_FILES
 from environments.sandbox.launch import MOST_OPEN_FILES, MOST_PROCESSES
 from environments.sandbox.python_tool import MECHANISMS, PythonTool
@@ -205,7 +205,7 @@ print("REACHED")
 
 @pytest.fixture
 def groups():
-    found = limits.find()
+    found = control_groups.find()
     if found is None:
         pytest.skip("no control groups can be made here")
     return found
@@ -274,4 +274,4 @@ def test_no_group_is_left_and_those_of_killed_supervisors_are_swept(groups):
         assert all(folder.exists() for folder in used.folders.values())
     finally:
         used.remove()
-    assert not [path for place in places for path in place.glob(f"{limits.PREFIX}{os.getpid()}-*")]
+    assert not [path for place in places for path in place.glob(f"{control_groups.PREFIX}{os.getpid()}-*")]

@@ -1,5 +1,6 @@
-"""The limits of a run as a whole: control groups (version 2 or 1), by which the kernel enforces them, and
-measurements. Their values are in `python_tool` and `launch`, the limits of a single process in `runner`.
+"""The memory and processes of a run as a whole: control groups (version 2 or 1), by which the kernel enforces their
+limits, and measurements. The values of the limits are in `python_tool` and `launch`, those of a single process in
+`runner`; `supervisor` watches the time.
 
 A group can be made where this process may write below its own group or below that group's parent: as root in most
 places, as a user where systemd has delegated a part of the tree. Elsewhere the supervisor itself measures the
