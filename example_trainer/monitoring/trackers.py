@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from atropos_api.common import metric_names as names
 from atropos_api.common import trackio_run, wandb_run
 from atropos_api.common.errors import AtroposError
-from atropos_api.common.files import write_whole
+from atropos_api.common.files import replace_whole
 from example_trainer.errors import NotWritten, TrainerError
 from example_trainer.monitoring.health import HealthEvent
 
@@ -260,9 +261,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def last_line(path: Path) -> dict[str, Any]:
-    """Return the last line of a metrics file; a line of step 0 if there is none."""
-    lines = read_metrics(path) if path.exists() else []
-    return lines[-1] if lines else {names.STEP: 0}
+    """Return the last line of a metrics file that is whole; a line of step 0 if there is none."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for line in reversed(deque(file, maxlen=2)):
+            if (row := read_row(line)) is not None:
+                return row
+    return {names.STEP: 0}
 
 
 def _open_lines(path: Path, resumed_step: int | None) -> TextIO:
@@ -288,8 +292,19 @@ def _naming(path: str | Path) -> Iterator[None]:
 
 
 def _keep_steps_up_to(path: Path, step: int) -> None:
-    kept = [line for line in read_metrics(path) if line.get(names.STEP, 0) <= step]
-    write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+    """Remove the lines of later steps, and one that was cut short.
+
+    One line is in memory at a time: the hundred thousand steps of a run of weeks took gigabytes beside the model.
+    """
+
+    def write(partial: Path) -> None:
+        with path.open("rb") as lines, partial.open("wb") as kept:
+            for line in lines:
+                row = read_row(line)
+                if row is not None and row.get(names.STEP, 0) <= step:
+                    kept.write(line.removesuffix(b"\n") + b"\n")
+
+    replace_whole(path, write)
 
 
 class MetricsTail:
