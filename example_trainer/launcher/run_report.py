@@ -71,7 +71,7 @@ def read_run(root: Path, *, label: str | None = None, cost_per_hour: float | Non
         label=visible(label or root.resolve().name),
         rows=rows,
         signs=signs,
-        summary=summarise(root, timeline=read_timeline(root), cost_per_hour=cost_per_hour),
+        summary=summarise(root, rows=rows, timeline=read_timeline(root), cost_per_hour=cost_per_hour),
         config=read_json_object(RunDir(root=root, log_root=root / "logs", attempt=1).record),
     )
 

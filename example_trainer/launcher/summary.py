@@ -85,10 +85,16 @@ class Summary:
 
 
 def summarise(
-    run_dir: Path, *, timeline: Mapping[str, float] | None = None, cost_per_hour: float | None = None
+    run_dir: Path,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    timeline: Mapping[str, float] | None = None,
+    cost_per_hour: float | None = None,
 ) -> Summary:
-    """Read `metrics.jsonl` and the evaluations; `timeline` has the launcher's milestones as Unix times."""
-    rows = read_steps(run_dir)
+    """Read `metrics.jsonl` (unless its rows are given) and the evaluations; `timeline` has the launcher's milestones
+    as Unix times.
+    """
+    rows = read_steps(run_dir) if rows is None else rows
     rewards, lengths = _series(rows, names.REWARD_MEAN), _series(rows, names.RESPONSE_LENGTH_MEAN)
     held_out = read_held_out(run_dir / "evals")
     accuracy = held_out if held_out is not None and held_out.metric == names.EVAL_ACCURACY else None

@@ -19,25 +19,9 @@ from rich.console import Console
 
 from atropos_api.common.cliconfig import ConfigError
 from example_trainer.commands import top
-from example_trainer.launcher.progress import (
-    KEPT_ROWS,
-    KEPT_SIGNS,
-    SILENCE_SECONDS,
-    Endpoint,
-    Feed,
-    Snapshot,
-    silent_environments,
-)
+from example_trainer.launcher.progress import KEPT_ROWS, SILENCE_SECONDS, Endpoint, Feed, Snapshot, silent_environments
 from example_trainer.launcher.run_file import read_settings
-from example_trainer.launcher.views import (
-    MOST_HELD_ROWS,
-    LastingView,
-    LiveView,
-    PlainView,
-    make_view,
-    render,
-    sparkline,
-)
+from example_trainer.launcher.views import LastingView, LiveView, PlainView, make_view, render, sparkline
 from example_trainer.monitoring.trackers import MetricsTail
 
 
@@ -209,20 +193,6 @@ def test_a_sign_of_trouble_is_shown_once_with_its_advice_by_lines_and_panel(tmp_
     assert said in capture.get()
 
 
-def test_of_the_signs_of_a_run_of_days_the_newest_are_kept_and_each_is_shown_once(tmp_path: Path) -> None:
-    state, out = snapshot(tmp_path), io.StringIO()
-    view = PlainView(out)
-    for step in range(1, KEPT_SIGNS + 4):
-        state.add_signs([{**SIGN, "step": step}])
-        view.update(state, ())
-    assert (len(state.signs), state.sign_count) == (KEPT_SIGNS, KEPT_SIGNS + 3)
-    assert [sign["step"] for sign in (state.signs[0], state.signs[-1])] == [4, KEPT_SIGNS + 3]
-    state.add_signs([{**SIGN, "step": 9000}, {**SIGN, "step": 9001}])
-    view.update(state, ())
-    shown = [int(line.split("at step ")[1].split(":")[0]) for line in out.getvalue().splitlines() if "sign" in line]
-    assert shown == [*range(1, KEPT_SIGNS + 4), 9000, 9001]
-
-
 def test_as_json_each_milestone_step_sign_and_phase_is_one_object_on_a_line(tmp_path: Path) -> None:
     state, out = snapshot(tmp_path), io.StringIO()
     view = make_view("json", out)
@@ -283,20 +253,6 @@ def test_an_output_that_is_not_read_blocks_no_launcher_and_gets_its_rows_later(t
         view.update(snapshot(tmp_path), [{"step": 3, "reward/mean": 0.5}])
         shown = reader.read().decode()
     assert [line.split()[3] for line in shown.splitlines() if " step " in line] == ["1/4", "2/4", "3/4"]
-
-
-def test_of_the_steps_that_wait_for_an_output_which_is_never_read_the_newest_are_kept(tmp_path: Path) -> None:
-    """A pager that shows the first page held the steps of days in the launcher's memory."""
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    with suppress(BlockingIOError):
-        while True:
-            os.write(writing, b"x" * 1000)
-    with open(reading, "rb"), open(writing, "w") as out:  # noqa: PTH123 - they are descriptors
-        view, state = LastingView(make_view("plain", out), out), snapshot(tmp_path)
-        for step in range(MOST_HELD_ROWS + 10):
-            view.update(state, [{"step": step, "reward/mean": 0.5}])
-        assert [view._held[0]["step"], view._held[-1]["step"]] == [10, MOST_HELD_ROWS + 9]
 
 
 def test_progress_is_shown_in_one_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
