@@ -144,9 +144,11 @@ class Wait:
 
     def has_line(self) -> bool:
         """Return True if ten seconds have passed since the last line; the caller logs one then."""
-        if time.monotonic() < self._next_line:
+        late = time.monotonic() - self._next_line
+        if late < 0:
             return False
-        self._next_line += WAIT_LINE_SECONDS
+        # One line for the time in which nobody asked, as in a long publish, not one for each ten seconds of it.
+        self._next_line += WAIT_LINE_SECONDS * (1 + late // WAIT_LINE_SECONDS)
         return True
 
 

@@ -211,10 +211,11 @@ class RecentLines:
             return
         with self.path.open("rb") as file:
             newest = deque((line for line in file if line.endswith(b"\n")), maxlen=self._keep)
-        while len(newest) > 1 and sum(map(len, newest)) > self._most_bytes:
-            newest.popleft()
+        size = sum(map(len, newest))
+        while len(newest) > 1 and size > self._most_bytes:
+            size -= len(newest.popleft())
         write_whole(self.path, b"".join(newest))
-        self._lines, self._bytes = len(newest), sum(map(len, newest))
+        self._lines, self._bytes = len(newest), size
 
 
 def expand_home(path: str | Path) -> Path:

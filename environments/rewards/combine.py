@@ -15,9 +15,10 @@ import inspect
 import json
 import logging
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -182,16 +183,19 @@ def _scaled(score: float, stated: ScoreRange | None) -> float:
 
 logger = logging.getLogger(__name__)
 
+KEPT_SCORES: Final = 65_536
+"""Newest scores that are kept: no metrics are asked for as long as each group of an environment is dropped."""
+
 
 class RewardManager:
-    """Scores with `reward` and keeps all scores until `metrics` is called."""
+    """Scores with `reward` and keeps the scores, or the newest of very many, until `metrics` is called."""
 
     def __init__(self, reward: Reward) -> None:
         if not isinstance(reward, CombinedReward):
             reward = CombinedReward([WeightedReward(reward_name(reward), reward)])
         self.reward = reward
-        self._totals: list[float] = []
-        self._components: dict[str, list[float]] = {}
+        self._totals: deque[float] = deque(maxlen=KEPT_SCORES)
+        self._components: dict[str, deque[float]] = {}
         self._advised: set[str] = set()
 
     async def score(self, samples: Sequence[Any]) -> list[float]:
@@ -199,13 +203,14 @@ class RewardManager:
         scores = await self.reward.score(samples)
         self._totals += scores.totals
         for name, values in scores.components.items():
-            self._components.setdefault(name, []).extend(values)
+            self._components.setdefault(name, deque(maxlen=KEPT_SCORES)).extend(values)
         return scores.totals
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of all scores since the last call, and forget those scores; empty when there were none."""
-        totals, components = self._totals, self._components
-        self._totals, self._components = [], {}
+        """Return the metrics of the scores since the last call, and forget these; empty when there were none."""
+        totals, components = list(self._totals), {name: list(values) for name, values in self._components.items()}
+        self._totals.clear()
+        self._components.clear()
         if not totals:
             return {}
         self._advise(totals)

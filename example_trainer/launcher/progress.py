@@ -35,6 +35,8 @@ READINESS_INTERVAL_SECONDS = 0.25
 STALLED_SECONDS = 30.0
 KEPT_ROWS = 200
 """Newest steps of a snapshot: a view shows at most 60, and all steps of a run of days would fill the memory."""
+KEPT_SIGNS = 1000
+"""Newest signs of trouble of a snapshot: a value near its limit may make one every other step."""
 
 
 class Endpoint:
@@ -108,7 +110,9 @@ class Snapshot:
     rows: list[dict[str, Any]] = field(default_factory=list)
     """The newest steps, the last one trained at the end."""
     signs: list[dict[str, Any]] = field(default_factory=list)
-    """Signs of trouble as the trainer wrote them, in the order of their appearance."""
+    """The newest signs of trouble as the trainer wrote them, in the order of their appearance."""
+    signs_forgotten: int = 0
+    """Number of the signs before these."""
     status: Mapping[str, Any] = field(default_factory=dict)
     callers: set[str] = field(default_factory=set)
     """Names of the environments that have called the broker since the launch and have not left it."""
@@ -138,6 +142,22 @@ class Snapshot:
         if rows:
             first = rows[0].get(names.STEP, 0)
             self.rows = [*(row for row in self.rows if row.get(names.STEP, 0) < first), *rows][-KEPT_ROWS:]
+
+    @property
+    def sign_count(self) -> int:
+        """The number of signs so far."""
+        return self.signs_forgotten + len(self.signs)
+
+    def signs_after(self, count: int) -> list[dict[str, Any]]:
+        """Return the signs that are known beyond the first `count`."""
+        return self.signs[max(0, count - self.signs_forgotten) :]
+
+    def add_signs(self, signs: Sequence[dict[str, Any]]) -> None:
+        """Append signs of trouble, and forget the oldest if there are many."""
+        self.signs += signs
+        left_out = max(0, len(self.signs) - KEPT_SIGNS)
+        del self.signs[:left_out]
+        self.signs_forgotten += left_out
 
     def reach(self, milestone: str) -> None:
         if self.milestones.get(milestone, 0.0) is None:
@@ -179,7 +199,7 @@ class Feed:
         if rows:
             self.snapshot.reach("trainer")
         if self._events is not None:
-            self.snapshot.signs += [row for row in self._events.read() if {"sign", "step"} <= row.keys()]
+            self.snapshot.add_signs([row for row in self._events.read() if {"sign", "step"} <= row.keys()])
         now = time.monotonic()
         ready = None not in self.snapshot.milestones.values()
         if now - self._asked_at >= (STATUS_INTERVAL_SECONDS if ready else READINESS_INTERVAL_SECONDS):

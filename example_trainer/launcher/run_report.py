@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -32,6 +33,7 @@ REPORT_NAME = "report.html"
 MOST_GROUPS_READ = 2000
 LONGEST_TEXT = 4000
 """Characters of one message in the report; the pages of rollouts have them all."""
+MOST_OF_A_SIGN = 20
 MOST_ENVIRONMENTS = 8
 MOST_SHADES = 4
 """More shades over each other hide the lines, as on the live page."""
@@ -69,7 +71,7 @@ def read_run(root: Path, *, label: str | None = None, cost_per_hour: float | Non
         label=visible(label or root.resolve().name),
         rows=rows,
         signs=signs,
-        summary=summarise(root, timeline=read_timeline(root), cost_per_hour=cost_per_hour),
+        summary=summarise(root, rows=rows, timeline=read_timeline(root), cost_per_hour=cost_per_hour),
         config=read_json_object(RunDir(root=root, log_root=root / "logs", attempt=1).record),
     )
 
@@ -107,7 +109,7 @@ def _figures(runs: Sequence[RunRecord]) -> str:
 
 
 def _signs(runs: Sequence[RunRecord]) -> str:
-    found = [(run, sign) for run in runs for sign in run.signs]
+    found = [(run, sign) for run in runs for sign in _first_of_each(run.signs)]
     if not found:
         return _card("Signs of trouble", '<p class="note">None was found.</p>')
     rows = [
@@ -121,7 +123,18 @@ def _signs(runs: Sequence[RunRecord]) -> str:
         for run, sign in found
     ]
     heads = [*(["run"] if len(runs) > 1 else []), "sign", "step", "found", "advice"]
-    return _card("Signs of trouble", _table(heads, rows))
+    left_out = sum(len(run.signs) for run in runs) - len(found)
+    note = f'<p class="note">{left_out:,} more are in {EVENTS_FILE}: here are the first {MOST_OF_A_SIGN} of each.</p>'
+    return _card("Signs of trouble", _table(heads, rows) + (note if left_out else ""))
+
+
+def _first_of_each(signs: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the signs of a run without those of a kind that has appeared often before."""
+    seen: Counter[str] = Counter()
+    for sign in signs:
+        seen[str(sign["sign"])] += 1
+        if seen[str(sign["sign"])] <= MOST_OF_A_SIGN:
+            yield sign
 
 
 def _curves(runs: Sequence[RunRecord]) -> str:

@@ -34,6 +34,8 @@ WINDOW_STEPS = 5
 GOOD_REWARD = 0.9
 GOOD_REWARD_WINDOW_STEPS = 3
 SHOWN_WITHOUT_SIGNAL = 0.5
+MOST_STEPS_NAMED = 10
+"""A value near its limit may make a sign every other step of a long run."""
 """Share of sequences without a learning signal above which the table shows it."""
 SUMMARY_NAME = "summary.json"
 
@@ -68,7 +70,7 @@ class Summary:
     good_reward_step: int | None = None
     good_reward_after_seconds: float | None = None
     signs: tuple[str, ...] = ()
-    """Signs of trouble, each with the step at which it appeared."""
+    """Each kind of sign of trouble with the steps at which it appeared; of many their number, first and last."""
     split_seconds: Mapping[str, float] = field(default_factory=dict)
     totals: Totals = field(default_factory=Totals)
     data: tuple[Mapping[str, Any], ...] = ()
@@ -83,10 +85,16 @@ class Summary:
 
 
 def summarise(
-    run_dir: Path, *, timeline: Mapping[str, float] | None = None, cost_per_hour: float | None = None
+    run_dir: Path,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    timeline: Mapping[str, float] | None = None,
+    cost_per_hour: float | None = None,
 ) -> Summary:
-    """Read `metrics.jsonl` and the evaluations; `timeline` has the launcher's milestones as Unix times."""
-    rows = read_steps(run_dir)
+    """Read `metrics.jsonl` (unless its rows are given) and the evaluations; `timeline` has the launcher's milestones
+    as Unix times.
+    """
+    rows = read_steps(run_dir) if rows is None else rows
     rewards, lengths = _series(rows, names.REWARD_MEAN), _series(rows, names.RESPONSE_LENGTH_MEAN)
     held_out = read_held_out(run_dir / "evals")
     accuracy = held_out if held_out is not None and held_out.metric == names.EVAL_ACCURACY else None
@@ -137,9 +145,19 @@ def read_timeline(run_dir: Path) -> dict[str, float] | None:
 
 
 def read_signs(run_dir: Path) -> tuple[str, ...]:
-    """Return each sign in `events.jsonl` with its step; empty if the run wrote none."""
-    rows = MetricsTail(run_dir / EVENTS_FILE).read()
-    return tuple(f"{row['sign']} (step {row['step']})" for row in rows if {"sign", "step"} <= row.keys())
+    """Return each kind of sign in `events.jsonl` with its steps; empty if the run wrote none."""
+    steps: dict[str, list[Any]] = {}
+    for row in MetricsTail(run_dir / EVENTS_FILE).read():
+        if {"sign", "step"} <= row.keys():
+            steps.setdefault(str(row["sign"]), []).append(row["step"])
+    return tuple(f"{sign} ({name_steps(at)})" for sign, at in steps.items())
+
+
+def name_steps(steps: Sequence[Any]) -> str:
+    """Name each of a few steps; of many their number, the first and the last."""
+    if len(steps) > MOST_STEPS_NAMED:
+        return f"{len(steps):,} steps from {steps[0]} to {steps[-1]}"
+    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
 
 
 def first_good_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -12,6 +12,7 @@ from html import escape
 from typing import Any
 
 from atropos_api.common.html_pages import as_html, visible
+from example_trainer.launcher.summary import name_steps
 
 WIDTH, HEIGHT = 420, 190
 LEFT, RIGHT, TOP, BOTTOM = 50, 8, 8, 22
@@ -83,7 +84,7 @@ def draw_chart(panel: Panel, lines: Sequence[Line], marks: Iterable[int] = ()) -
     )
     healthy = panel.get("healthy")
     said = [f"healthy from {healthy[0]} to {healthy[1]}"] if healthy else []
-    said += [f"sign of trouble at step {', '.join(map(str, marks))}"] if marks else []
+    said += [f"sign of trouble at {name_steps(marks)}"] if marks else []
     title, help_text = escape(panel["title"]), escape(panel.get("help", ""))
     return (
         f'<figure class="chart"><figcaption><strong>{title}</strong><span class="note">{help_text}</span></figcaption>'
@@ -147,8 +148,7 @@ def _svg(panel: Panel, lines: Sequence[Line], marks: Sequence[int]) -> str:
         f'<text x="{frame.x(step)}" y="{HEIGHT - 6}" text-anchor="middle">{step:,}</text>'
         for step in frame.step_ticks()
     ]
-    for step in marks:
-        x = frame.x(step)
+    for x in {round(frame.x(step)): frame.x(step) for step in marks}.values():  # one for each pixel is enough
         parts.append(f'<line class="mark-of-sign" x1="{x}" x2="{x}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
     parts += [_drawn(frame, line, _colour(at)) for at, line in enumerate(lines)]
     return "".join([*parts, "</svg>"])

@@ -30,6 +30,8 @@ DROPS_INTERVAL_SECONDS = 30.0
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 60
 SHOWN_SIGNS = 3
+MOST_HELD_ROWS = 5000
+"""Steps that wait for an output which nobody reads, as that of a pager: those of days would fill the memory."""
 
 
 class View(Protocol):
@@ -54,13 +56,14 @@ class LastingView:
     """Shows what another view shows, as long as the output can be written.
 
     A closed pipe or a full disk does not end the run. A pipe that nobody reads, or a terminal that Ctrl-S has stopped,
-    does not block it: a launcher that waits to write would restart no program and obey no signal.
+    does not block it: a launcher that waits to write would restart no program and obey no signal. If too many steps
+    wait, the oldest are not shown.
     """
 
     def __init__(self, view: View, out: IO[str] | None = None) -> None:
         self._view = view
         self._out = out or sys.stdout
-        self._held: deque[dict[str, Any]] = deque()
+        self._held: deque[dict[str, Any]] = deque(maxlen=MOST_HELD_ROWS)
 
     def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
         self._held.extend(rows)
@@ -122,9 +125,9 @@ class JsonView:
         self._if_new("page", snapshot.page_url)
         for row in rows:
             self._line("step", **row)
-        for sign in snapshot.signs[self._signs :]:
+        for sign in snapshot.signs_after(self._signs):
             self._line(**{"event": "health", **sign})
-        self._signs = len(snapshot.signs)
+        self._signs = snapshot.sign_count
         self._if_new("phase", snapshot.phase)
         self._if_new("dropped", snapshot.drops)
 
@@ -164,9 +167,9 @@ class PlainView:
         for row in rows:
             at = float(row.get("timestamp", time.time())) - snapshot.started_at
             self._line(at, step_line(row, snapshot))
-        for sign in snapshot.signs[self._signs :]:
+        for sign in snapshot.signs_after(self._signs):
             self._line(snapshot.elapsed_seconds, sign_line(sign))
-        self._signs = len(snapshot.signs)
+        self._signs = snapshot.sign_count
         if snapshot.phase != self._phase:
             self._phase = snapshot.phase
             self._line(snapshot.elapsed_seconds, snapshot.phase)

@@ -11,7 +11,9 @@ import json
 import logging
 import math
 import os
+import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from atropos_api.common import metric_names as names
 from atropos_api.common import trackio_run, wandb_run
 from atropos_api.common.errors import AtroposError
-from atropos_api.common.files import write_whole
+from atropos_api.common.files import replace_whole
 from example_trainer.errors import NotWritten, TrainerError
 from example_trainer.monitoring.health import HealthEvent
 
@@ -260,9 +262,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def last_line(path: Path) -> dict[str, Any]:
-    """Return the last line of a metrics file; a line of step 0 if there is none."""
-    lines = read_metrics(path) if path.exists() else []
-    return lines[-1] if lines else {names.STEP: 0}
+    """Return the last line of a metrics file that is whole; a line of step 0 if there is none."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for line in reversed(deque(file, maxlen=2)):
+            if (row := read_row(line)) is not None:
+                return row
+    return {names.STEP: 0}
 
 
 def _open_lines(path: Path, resumed_step: int | None) -> TextIO:
@@ -288,8 +293,19 @@ def _naming(path: str | Path) -> Iterator[None]:
 
 
 def _keep_steps_up_to(path: Path, step: int) -> None:
-    kept = [line for line in read_metrics(path) if line.get(names.STEP, 0) <= step]
-    write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+    """Remove the lines of later steps, and one that was cut short.
+
+    One line is in memory at a time: the hundred thousand steps of a run of weeks took gigabytes beside the model.
+    """
+
+    def write(partial: Path) -> None:
+        with path.open("rb") as lines, partial.open("wb") as kept:
+            for line in lines:
+                row = read_row(line)
+                if row is not None and row.get(names.STEP, 0) <= step:
+                    kept.write(line.removesuffix(b"\n") + b"\n")
+
+    replace_whole(path, write)
 
 
 class MetricsTail:
@@ -309,18 +325,19 @@ class MetricsTail:
 
     def read(self) -> list[dict[str, Any]]:
         """Return the new rows, oldest first; a line still being written is left for the next call."""
-        try:
-            with self._path.open("rb") as handle:
-                self._note_replacement(os.fstat(handle.fileno()).st_ino)
-                handle.seek(self._offset)
-                grown = handle.read()
-        except OSError:  # there is none yet, or it was replaced just now on another host (ESTALE on NFS)
-            return []
-        complete, newline, _ = grown.rpartition(b"\n")
-        self._offset += len(complete) + len(newline)
-        rows = [row for line in complete.splitlines() if (row := read_row(line)) is not None]
-        if self._replaced:
-            rows, self._replaced = [row for row in rows if row.get("timestamp", 0.0) > self._newest], False
+        rows: list[dict[str, Any]] = []
+        # There may be none yet, or it was replaced just now on another host (ESTALE on NFS).
+        with suppress(OSError), self._path.open("rb") as handle:
+            self._note_replacement(os.fstat(handle.fileno()).st_ino)
+            handle.seek(self._offset)
+            for line in handle:
+                if not line.endswith(b"\n"):
+                    break
+                row = read_row(line)
+                self._offset += len(line)
+                if row is not None and (not self._replaced or row.get("timestamp", 0.0) > self._newest):
+                    rows.append(row)
+            self._replaced = False
         self._newest = max([self._newest, *(row.get("timestamp", 0.0) for row in rows)])
         return rows
 
@@ -332,10 +349,15 @@ class MetricsTail:
 
 def read_row(line: bytes) -> dict[str, Any] | None:
     try:
-        content = json.loads(line)
+        content = json.loads(line, object_pairs_hook=_with_shared_names)
     except ValueError:
         return None
     return content if isinstance(content, dict) else None
+
+
+def _with_shared_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object whose names are kept once for all rows: they would take half of the memory."""
+    return {sys.intern(name): value for name, value in pairs}
 
 
 ROLLOUTS = "rollouts"

@@ -278,13 +278,12 @@ class SyncBudget:
         return cls(config.sync_budget, most_steps=config.max_staleness, counts_time=config.in_flight == "auto")
 
     def note(self, report: PublishReport) -> None:
+        self._forget_old()  # a run that publishes at each step in any case never asks for the share
         self._publishes.append((self._clock(), report))
 
     def used_share(self) -> float:
         """Return the share of the window's generation that its publishes took."""
-        oldest = self._clock() - self._window_seconds
-        while self._publishes and self._publishes[0][0] < oldest:
-            self._publishes.popleft()
+        self._forget_old()
         reports = [report for _, report in self._publishes]
         if self._counts_time:
             return sum(report.loss_seconds / report.server_count for report in reports) / self._window_seconds
@@ -298,3 +297,9 @@ class SyncBudget:
         if self._most_steps is not None and steps_since_publish >= max(1, self._most_steps):
             return True
         return self.used_share() <= self._share
+
+    def _forget_old(self) -> None:
+        """Forget the publishes from before the window."""
+        oldest = self._clock() - self._window_seconds
+        while self._publishes and self._publishes[0][0] < oldest:
+            self._publishes.popleft()

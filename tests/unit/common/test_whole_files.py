@@ -1,6 +1,7 @@
 """Files are written whole or not at all, and never replace a file unless the command was told to."""
 
 import os
+import time
 
 import pytest
 
@@ -119,6 +120,16 @@ def test_lines_whose_write_failed_do_not_fail_again_when_their_file_is_closed(tm
     lines.append(b"third")
     lines.close()
     assert lines.path.read_bytes() == b"first\nthird\n"
+
+
+def test_trimming_many_short_lines_takes_time_in_proportion_to_them(tmp_path):
+    path = tmp_path / "lines"
+    path.write_bytes(b"".join(b"%099d\n" % number for number in range(60_000)))
+    began = time.process_time()
+    RecentLines(path, keep=100_000, most_bytes=3 * 10**6).trim()
+    assert time.process_time() - began < 5, "half a minute, where all lines left were measured again for each that goes"
+    lines = path.read_bytes().splitlines()
+    assert (len(lines), int(lines[0]), int(lines[-1])) == (30_000, 30_000, 59_999)
 
 
 def test_two_commands_cannot_write_the_same_file(tmp_path):

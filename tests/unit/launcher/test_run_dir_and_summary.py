@@ -217,6 +217,14 @@ def test_the_table_names_the_signs_of_trouble_with_their_steps(tmp_path: Path) -
     assert "kl (step 7)" in shown(summarise(tmp_path))
 
 
+def test_of_a_sign_of_many_steps_the_table_has_their_number_the_first_and_the_last(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    signs = [{"sign": "kl", "step": step} for step in range(7, 5007, 2)]
+    signs += [{"sign": "loss", "step": step} for step in (8, 60)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(sign) + "\n" for sign in signs))
+    assert summarise(tmp_path).signs == ("kl (2,500 steps from 7 to 5005)", "loss (steps 8, 60)")
+
+
 @pytest.mark.parametrize(("share", "told"), [(0.94, True), (0.5, False)])
 def test_the_table_tells_the_share_without_a_learning_signal_where_it_is_most(
     share: float, told: bool, tmp_path: Path

@@ -15,7 +15,7 @@ from example_trainer.commands import main
 from example_trainer.launcher.comparison import differing_settings, label_runs, settings_of
 from example_trainer.launcher.run_report import read_run, render, report_line
 from example_trainer.launcher.summary import NoRun
-from example_trainer.launcher.svg_chart import Line, draw_chart, make_line, number
+from example_trainer.launcher.svg_chart import WIDTH, Line, draw_chart, make_line, number
 
 HOSTILE = '<script src="http://evil/x.js"></script><img src=x onerror=alert(1)>'
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background", "xlink:href", "style"}
@@ -120,6 +120,23 @@ def test_a_report_has_the_curves_signs_data_rollouts_and_settings_of_its_run(pag
         assert said in text
     for said in ("the newest group", "the lowest mean reward", "environment.group_size", "RUN/data", "1e-05"):
         assert said in text
+
+
+def test_a_report_stays_small_with_a_sign_at_every_other_step_of_a_long_run(tmp_path: Path) -> None:
+    root = write_run(tmp_path / "run", [0.5])
+    rows = [{"step": step, "grpo/mean_ratio": 1.0} for step in range(1, 4001)]
+    (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sign = json.loads((root / "events.jsonl").read_text())
+    signs = [sign | {"step": step, "message": "near-its-limit"} for step in range(1, 4000, 2)]
+    signs.append(sign | {"sign": "kl", "step": 4000, "message": "seen-once"})
+    (root / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in signs))
+    page = render([read_run(root)])
+    text = Elements(page).text
+    assert page.count('class="mark-of-sign"') <= WIDTH
+    assert "sign of trouble at 2,000 steps from 1 to 3999" in text
+    assert text.count("near-its-limit") == 20
+    assert text.count("seen-once") == 1
+    assert "1,980 more are in events.jsonl" in text
 
 
 @pytest.mark.parametrize(("environments", "shades"), [(4, 5), (5, 1)])

@@ -8,6 +8,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import tracemalloc
 from contextlib import closing
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from example_trainer.monitoring.trackers import (
     TrackerSet,
     TrackioTracker,
     WandbTracker,
+    last_line,
     read_metrics,
 )
 from tests.trackio_stand_in import RecordedTrackio
@@ -58,7 +60,7 @@ def test_a_resume_on_a_full_disk_is_told_in_the_same_way(tmp_path: Path, monkeyp
         raise OSError(28, "No space left on device")
 
     JsonlTracker(tmp_path).close()
-    monkeypatch.setattr(trackers, "write_whole", full)
+    monkeypatch.setattr(trackers, "replace_whole", full)
     with pytest.raises(NotWritten, match=r"metrics.jsonl cannot be written \(No space left on device\)"):
         JsonlTracker(tmp_path, resumed_step=1)
 
@@ -70,6 +72,25 @@ def test_a_resumed_run_drops_the_lines_of_steps_that_are_trained_anew(tmp_path: 
     tracker.log(4, {})
     tracker.close()
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4]
+
+
+def test_a_resume_reads_the_lines_of_all_steps_one_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    values = {f"metric/{number}": number / 7 for number in range(40)}
+    with path.open("w") as file:
+        file.writelines(json.dumps({"step": step, **values}) + "\n" for step in range(1, 3001))
+        file.write('{"step": 3001, "met')
+    tracemalloc.start()
+    try:
+        assert last_line(path)["step"] == 3000
+        JsonlTracker(tmp_path, resumed_step=2990).close()
+        assert last_line(path)["step"] == 2990
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 1_000_000, f"the file has {path.stat().st_size} bytes"
+    assert [line["step"] for line in read_metrics(path)] == [*range(1, 2991)]
+    assert last_line(tmp_path / "none") == {"step": 0}
 
 
 def test_all_trackers_hear_of_a_step_and_are_closed() -> None:

@@ -57,6 +57,16 @@ def test_the_staleness_bound_outranks_the_budget():
     assert [budget.allows(steps) for steps in (1, 3, 4)] == [False, False, True]
 
 
+def test_publishes_that_come_at_each_step_are_forgotten_although_no_share_is_asked_for():
+    clock = Clock()
+    budget = SyncBudget(0.2, most_steps=1, clock=clock)
+    for _ in range(1000):
+        budget.note(report(300, 1000))
+        assert budget.allows(1), "the bound on staleness needs it"
+        clock.now += 1
+    assert len(budget._publishes) <= 12
+
+
 def test_where_the_servers_tell_their_losses_the_time_counts_and_no_token():
     clock = Clock()
     budget = SyncBudget(0.2, counts_time=True, clock=clock)

@@ -251,6 +251,22 @@ def test_a_manager_takes_a_plain_function(caplog):
     assert manager.metrics() == {"reward/mean": 3.0, "reward/std": 0.0, "reward/length": 3.0}
 
 
+def test_a_manager_whose_metrics_are_never_asked_for_keeps_the_newest_scores(monkeypatch):
+    monkeypatch.setattr("environments.rewards.combine.KEPT_SCORES", 4)
+    manager = RewardManager(
+        CombinedReward([WeightedReward("length", length), WeightedReward("one", constant(1.0), 0.0)])
+    )
+    for size in range(1, 11):
+        anyio.run(manager.score, [{"completion": "a" * size}, {"completion": "a" * size}])
+    found = manager.metrics()
+    assert {name: found[name] for name in ("reward/mean", "reward/length", "reward/one")} == {
+        "reward/mean": 9.5,
+        "reward/length": 9.5,
+        "reward/one": 1.0,
+    }
+    assert manager.metrics() == {}
+
+
 def test_scores_far_from_zero_are_warned_about_with_the_worst_of_them():
     assert reward_range_warning([5.0, -5.0]) is None
     assert "the furthest is -40" in reward_range_warning([1.0, 6.0, -40.0])
