@@ -21,23 +21,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from atropos_api.common.files import write_directory
+from atropos_api.common.sampling_values import WHOLE_DISTRIBUTION
 from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable
 from example_trainer.weight_protocol.client import ServerClient
 from example_trainer.weight_protocol.transfer import AdapterPayload
 
 logger = logging.getLogger(__name__)
-
-_WHOLE_DISTRIBUTION = {
-    "top_p": 1,
-    "top_k": 0,
-    "min_p": 0,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-}
-"""Values that change nothing: a stock vLLM takes what a request leaves out from the model's generation_config.json, and
-the logprobs of Qwen2.5's top_k 20 are not those that the trainer computes.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +174,7 @@ class StockServer:
         fields = {name: request[name] for name in ("n", "max_tokens", "temperature", "ignore_eos")}
         prompt = request["prompt"]["prompt_token_ids"]
         request_body = fields | {
-            **_WHOLE_DISTRIBUTION,
+            **WHOLE_DISTRIBUTION,
             "model": adapter_name(version),
             "prompt": prompt,
             "logprobs": 0,
