@@ -40,6 +40,8 @@ class ServerIdentity:
     """Dtype in which it computes; None if it does not say."""
     head_dtype: str | None = None
     """Dtype in which its output head computes logits; None if it does not say."""
+    highest_version: int | None = None
+    """The highest version that it has had; None if it does not say, and the served one is the highest known."""
 
 
 class AdapterServer(Protocol):
@@ -77,7 +79,8 @@ class AtroposServer:
 
     def identify(self) -> ServerIdentity:
         info = self._client.info()
-        return ServerIdentity(info.boot_id, info.policy_version, info.max_model_len, info.dtype, info.head_dtype)
+        known = info.dtype, info.head_dtype, info.highest_version
+        return ServerIdentity(info.boot_id, info.policy_version, info.max_model_len, *known)
 
     def send(self, version: int, payload: AdapterPayload) -> str:
         answer = self._client.upload_adapter(adapter_name(version), version, payload.body)
