@@ -108,7 +108,9 @@ def test_steps_that_change_no_weights_make_no_token_older() -> None:
 
 
 @pytest.mark.parametrize(("weights_step", "counted_from"), [(3, 3), (None, 6)])
-def test_a_resume_counts_ages_from_the_step_that_changed_the_weights_last(monkeypatch, weights_step, counted_from):
+def test_a_resume_counts_ages_from_the_step_that_changed_the_weights_last(
+    monkeypatch: pytest.MonkeyPatch, weights_step: int | None, counted_from: int
+) -> None:
     """They were counted from the checkpoint's step, so that a resumed run masked what an uninterrupted one trained."""
     for name in ("refuse_other_base", "restore"):
         monkeypatch.setattr(train_step, name, lambda *_, **__: None)
