@@ -1,4 +1,4 @@
-"""Sampling values that environments, the trainer's proof of a publish and `atropos doctor` share.
+"""The sampling values here are shared by environments, the trainer's proof of a publish and `atropos doctor`.
 
 The trainer recomputes the logprobs of a model's whole distribution at the temperature of a group, so that what is
 sampled otherwise has to be named or refused.
