@@ -1,4 +1,5 @@
-"""The sampling values here are shared by environments, the trainer's proof of a publish and `atropos doctor`.
+"""The sampling values here are shared by environments, the trainer's proof of a publish and `atropos doctor`: packages
+that do not import each other, so this stands alone.
 
 The trainer recomputes the logprobs of a model's whole distribution at the temperature of a group, so that what is
 sampled otherwise has to be named or refused.
