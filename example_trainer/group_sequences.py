@@ -215,7 +215,10 @@ def _supplied_teacher(group: Group, index: int, targets: IntArray, length: int) 
 
 
 def _sampling_masks(group: Group, index: int, tokens: IntArray, targets: IntArray) -> SamplingMasks | None:
-    """Return the sampling masks at the trained tokens; a token that its own mask does not allow is an error."""
+    """Return the sampling masks at the trained tokens.
+
+    A token that its own mask does not allow is an error, and so is one that a mask has more than once.
+    """
     rows = _row(group.sampling_masks, index)
     if rows is None:
         return None
@@ -234,6 +237,15 @@ def _sampling_masks(group: Group, index: int, tokens: IntArray, targets: IntArra
         raise BadBatch(
             f"{where(group, index)}: the sampling mask at position {at} has the token {tokens[at]} that was drawn "
             f"there {found[wrong[0]]:.0f} times; send each token that could be drawn once, or an empty list"
+        )
+    width = int(ids.max(initial=0)) + 1
+    ranked = np.sort(owners * width + ids)
+    twice = ranked[1:][ranked[1:] == ranked[:-1]]
+    if len(twice):  # it would count twice in the sum of what could be drawn
+        owner, token = divmod(int(twice[0]), width)
+        raise BadBatch(
+            f"{where(group, index)}: the sampling mask at position {targets[owner]} has the token {token} more than "
+            "once; send each token that could be drawn once"
         )
     return (ids, counts) if len(ids) else None
 

@@ -34,6 +34,8 @@ class TrainerState:
     run_id: str
     run_name: str
     seed: int
+    weights_step: int | None = None
+    """The step that changed the weights last, from which ages are counted; null: `step`."""
     steps_by_version: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the step that were known before its publish; kept because a crash may come before they are logged."""

@@ -321,7 +321,7 @@ class Learner:
         if self.loss_scale is not None:
             result.metrics[names.TRAIN_SKIPPED_STEPS] = float(sum(each.overflowed for each in done))
             result.metrics[names.TRAIN_LOSS_SCALE] = self.loss_scale.scale
-        for term in done[0].totals.keys() - _COUNTS:
+        for term in {name for each in done for name in each.totals} - _COUNTS:
             mean = sum(each.totals.get(term, 0.0) for each in done) / len(done)
             result.metrics[names.TRAIN_LOSS_TERM.format(term=term)] = mean
 

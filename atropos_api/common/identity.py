@@ -139,13 +139,13 @@ def _is_host(host: str) -> bool:
 def find_host_error(error: BaseException | None, *, answered: bool = False) -> socket.gaierror | None:
     """Return the failed lookup of a mistyped host name among an error and its causes, if there is one.
 
-    There is none if the host has `answered` before, or if the name server did not answer: name servers have outages
-    too, and the name of a pod that is replaced is unknown for a while.
+    There is none if the host has `answered` before, or if the name server did not answer or refused to: name servers
+    have outages too, and the name of a pod that is replaced is unknown for a while.
     """
     seen: set[int] = set()  # a chain of causes may lead back to itself
     while error is not None and id(error) not in seen:
         if isinstance(error, socket.gaierror):
-            return None if answered or error.errno == socket.EAI_AGAIN else error
+            return None if answered or error.errno in {socket.EAI_AGAIN, socket.EAI_FAIL} else error
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return None

@@ -125,7 +125,8 @@ SECOND_MOMENT: Final = "grpo/second_moment"
 """Mean squared log-ratio, policy to sampler, of the tokens that their advantage pushes away from the sampler; only with
 --loss-type m2po."""
 SECOND_MOMENT_KEPT: Final = "grpo/second_moment_kept"
-"""The same without the tokens that the loss masks: at most --m2-threshold."""
+"""The same without the tokens that the loss masks: at most --m2-threshold when a batch begins, and with --mini-batches
+more by the updates before a token's own."""
 
 # Logprobs
 LOGPROBS_TRAINING_MEAN: Final = "logprobs/training_mean"

@@ -19,6 +19,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from atropos_api.common.errors import AtroposError
+from atropos_api.common.identity import find_host_error
 from atropos_api.errors import StoreUnavailable, StoreUnsafe
 
 LEASE: Final = "atropos:lease"
@@ -114,6 +115,7 @@ class RedisSession:
         self._client = connect(url, timeout_seconds=max(1.0, lease_seconds / 3))
         self._apply = self._client.register_script(APPLY_SCRIPT)
         self.term = RedisTerm(self, "", held_until=0.0)
+        self._has_answered = False
 
     @property
     def held(self) -> bool:
@@ -206,6 +208,7 @@ class RedisSession:
 
         try:
             yield
+            self._has_answered = True
         except ResponseError as error:
             raise StoreUnavailable(f"{self.place} refused a write ({error}); nothing was kept") from error
         except (AuthenticationError, AuthorizationError) as error:
@@ -215,6 +218,10 @@ class RedisSession:
             ) from error
         except (RedisError, OSError) as error:
             self.step_down()
+            if (unknown := find_host_error(error, answered=self._has_answered)) is not None:
+                raise StoreUnavailable(
+                    f"--store {self.place}: there is no such host ({unknown.strerror}); check the spelling"
+                ) from error
             raise StoreUnavailable(
                 f"{self.place} does not answer ({error}); the broker continues once Redis answers", is_outage=True
             ) from error

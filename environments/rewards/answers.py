@@ -23,7 +23,7 @@ SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**
 """Words after a number that multiply it."""
 
 _MINUS_SIGNS = dict.fromkeys(map(ord, "−–—﹣-"), "-")
-_NUMERAL = r"(?:\d{1,3}(?:,\d{3}){1,99}(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_NUMERAL = r"(?:\d{1,3}(?:,\d{3}){1,99}(?!\d)|\d+)(?:\.\d+)?|(?<!\b[Rr]s)\.\d+"  # `Rs.15` is 15
 _THIN_SPACE = re.compile(r"(?<=\d)(?:,\\!\s?|\\[,!])(?=\d)")
 _SPACED_THOUSANDS = re.compile(r"(?<![\w.,])\d{1,3}(?:[ ~\u00a0\u2009\u202f]\d{3}){1,99}(?!\d|\s{0,4}/)")
 _FRACTION_SIGNS = {

@@ -64,9 +64,9 @@ _BARE_NAME = re.compile(r"(?<![\\a-zA-Z])(?:(?:sin|cos|tan|ln|log|exp)(?=\s{0,4}
 """A function or π without its backslash, which math-verify would read as a product of variables."""
 _UNIT = re.compile(
     r"(?<=\d)\s{0,4}(?:(?:mm|cm|dm|km|in|ft|yd|mi)\^(?:[23]|\{[23]\})"
-    r"|(?:km|m|ft|mi)\s?/\s?(?:hr|h|min|sec|s))\.?$"
+    r"|(?:km|m|ft|mi)\s?/\s?(?:hr|h|min|sec|s)|(?<=\s)(?:in|mi|oz|yd|mL))\.?$"
 )
-"""A unit with a power or a slash at the end; math-verify knows the others."""
+"""A unit at the end that math-verify does not know: with a power or a slash, or one that it reads as a product."""
 _RAISED_UNIT = re.compile(r"(?<=\d)\s{0,4}(?:[a-zA-Z]{1,3}[ ·]){0,2}(?:[cdkm]?m|in|ft|yd|mi|[a-zA-Z]{3,20})[²³]\.?$")
 """A unit whose power is a raised digit, at the end: `5 m²`, `5 kg m²`."""
 _RAISED = re.compile(r"(?<=[\w)}\]])[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,20}")
@@ -101,6 +101,10 @@ _PERCENT = re.compile(rf"(?<=\d)\s*{_WORDS}\s*percent\s*\}}")
 """The word percent in upright text, in place of which the sign is written."""
 _ROMAN = re.compile(r"(?<![_a-zA-Z])\\mathrm\s?\{([ei])\}|(?<=_\{)\\(?:mathrm|text)\s?\{([a-zA-Z])\}(?=\})")
 """Upright constants and subscripts of one letter, which are letters and no units."""
+_IMAGINARY = re.compile(r"(?<=\d)i(?![a-zA-Z_])", re.ASCII)
+"""The imaginary unit after a number: math-verify finds only one that stands by itself, and takes all variables for real
+ones without it, so that `3+4i` and `3+4 i` were unequal.
+"""
 _LAST_UNIT = re.compile(rf"(?<=[\d}}])\s*{_WORDS}[^{{}}\d]*\}}(?:\^\d|\^\{{\d\}})?$")
 """A unit in upright text at the end of an equation."""
 _PERIOD = re.compile(r"(?<=[^.\s])\.$")
@@ -132,6 +136,9 @@ _LABEL = re.compile(rf"^(?:{_WORDS})?\s*(?!(?:Minus|Negative)\b)([A-Z][a-z]{{2,2
 """The word that begins an answer with a number, such as a month."""
 _HALF_DAY = re.compile(rf"\d[\s}}\\!,;:~]*(?:{_WORDS}\s*)?([ap])\.?\s?m\b", re.IGNORECASE)
 """The a or p of a.m. and p.m."""
+_CLOCK = re.compile(r"(\d{1,2})(?::(\d\d))?([ap]m)?", re.ASCII)
+_CLOCK_MARKUP = re.compile(r"\\(?:text|mbox|mathrm)|\\[!,; ]|[\s{}$~.]")
+"""All that may stand in a time of day besides its digits, colon and letters."""
 _QUALIFIED = re.compile(
     r"\b(?:not|never|least|most|than|under|below|above|exceed(?:s|ing)?|twice|double|triple|except|divisible by"
     r"|(?:multiples?|factors?|divisors?|powers?|half|squares?|cubes?|roots?) of)[\s}$\\(]{0,9}\d"
@@ -178,6 +185,8 @@ def verdict(gold: str, answer: str) -> str:
     named, given = name(gold), name(answer)
     if named and given:
         return "correct" if named == given else "wrong"
+    if (equal := same_time(gold, answer)) is not None:
+        return "correct" if equal else "wrong"
     same = (
         verify(list(wanted), list(parsed), timeout_seconds=None)
         and same_size(wanted, parsed)
@@ -254,6 +263,29 @@ def name(text: str) -> str:
     return " ".join(words).lower()
 
 
+def same_time(gold: str, answer: str) -> bool | None:
+    """Return True if two times of day are the same, where one may leave out its half of the day; None for other texts.
+
+    math-verify takes a time for a ratio, as which 4:30 is 2:15, and the `PM` after it for variables. Without a half of
+    the day it is a time only if the minutes begin with a zero.
+    """
+    wanted, given = time_of_day(gold), time_of_day(answer)
+    if wanted is None or given is None:
+        return None
+    halves = {wanted[2], given[2]} - {""}
+    if not halves and min(wanted[1], given[1]) > 9:
+        return None
+    return wanted[:2] == given[:2] and len(halves) < 2
+
+
+def time_of_day(text: str) -> tuple[int, int, str] | None:
+    """Return hour, minute and `am`, `pm` or "" of a text that has the form of a time and nothing else."""
+    found = _CLOCK.fullmatch(_CLOCK_MARKUP.sub("", text).lower())
+    if found is None or not (found[2] or found[3]):
+        return None
+    return int(found[1]), int(found[2] or 0), found[3] or ""
+
+
 def bases(text: str) -> list[str]:
     """Return the bases of numerals, as 3 and 5 in `12_3 + 4_{5}`; math-verify drops them."""
     return [braced or bare for braced, bare in _BASE.findall(text)]
@@ -324,6 +356,7 @@ def plain(text: str) -> str:
     text = _POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text).replace("°", "^\\circ ").replace("∞", "\\infty ")
     text = _BARE_NAME.sub(r"\\\g<0>", _UNIT.sub("", text.replace("\\$", "").replace("\\varnothing", "\\emptyset")))
     text = _ROMAN.sub(lambda letter: letter[1] or letter[2], _SPACING.sub(" ", text)).strip()
+    text = _IMAGINARY.sub("{i}", text)
     text = _ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", text)
     wrapped = _TEXT.fullmatch(text) or _WRAPPED.fullmatch(text) or _EMPHASIS.fullmatch(text)
     if wrapped:

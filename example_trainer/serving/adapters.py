@@ -78,6 +78,8 @@ class Adapters:
         self._dropping: asyncio.Task[None] | None = None
         self.enabled = enabled
         self.active: Adapter | None = None
+        self.highest_version: PolicyVersion | None = None
+        """The highest version that an adapter has had here, loaded or not: its name is used."""
         if enabled:
             engine.serves_adapter = self._loaded.__contains__
 
@@ -198,6 +200,8 @@ class Adapters:
 
     def _register(self, adapter: Adapter, *, activate: bool) -> None:
         self._used_names.add(adapter.name)
+        if adapter.version is not None:
+            self.highest_version = max(adapter.version, self.highest_version or 0)
         self._loaded[adapter.name] = adapter
         self._models.lora_requests[adapter.name] = adapter.request
         if activate:

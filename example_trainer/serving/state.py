@@ -77,6 +77,7 @@ class ServerState:
             "boot_id": self.boot_id,
             "sharing": self.manifest is not None,
             "policy_version": self.policy_version,
+            "highest_version": self.adapters.highest_version,
             "manifest_path": str(self.manifest_path) if self.manifest_path else None,
             "paused": self.fence.paused,
             "torn": self.fence.torn,

@@ -273,6 +273,7 @@ class PostStep:
             run_id=self._session.info.run_id,
             run_name=config.name,
             seed=config.seed,
+            weights_step=progress.weights_step,
             steps_by_version=remembered(progress.steps_by_version),
             metrics={name: value for name, value in progress.metrics.items() if math.isfinite(value)},
             health=progress.health,

@@ -64,7 +64,8 @@ class TrainStep:
         if objective is not None:
             learner.objective.load_state(objective)
         progress = self.progress
-        progress.step = progress.weights_step = progress.committed = progress.checkpointed = state.step
+        progress.step = progress.committed = progress.checkpointed = state.step
+        progress.weights_step = state.step if state.weights_step is None else state.weights_step
         progress.version = max(progress.version, state.highest_version)
         progress.steps_by_version = {int(version): step for version, step in state.steps_by_version.items()}
         progress.metrics, progress.health = dict(state.metrics), state.health

@@ -100,6 +100,8 @@ class ServerInfo:
     boot_id: str = ""
     sharing: bool = False
     policy_version: int | None = None
+    highest_version: int | None = None
+    """The highest version that an adapter has had there, also one that failed its proof and was removed."""
     paused: bool = False
     torn: bool = False
     lora: bool = False

@@ -21,23 +21,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from atropos_api.common.files import write_directory
+from atropos_api.common.sampling_values import WHOLE_DISTRIBUTION
 from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable
 from example_trainer.weight_protocol.client import ServerClient
 from example_trainer.weight_protocol.transfer import AdapterPayload
 
 logger = logging.getLogger(__name__)
-
-_WHOLE_DISTRIBUTION = {
-    "top_p": 1,
-    "top_k": 0,
-    "min_p": 0,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-}
-"""Values that change nothing: a stock vLLM takes what a request leaves out from the model's generation_config.json, and
-the logprobs of Qwen2.5's top_k 20 are not those that the trainer computes.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +40,8 @@ class ServerIdentity:
     """Dtype in which it computes; None if it does not say."""
     head_dtype: str | None = None
     """Dtype in which its output head computes logits; None if it does not say."""
+    highest_version: int | None = None
+    """The highest version that it has had; None if it does not say, and the served one is the highest known."""
 
 
 class AdapterServer(Protocol):
@@ -88,7 +79,8 @@ class AtroposServer:
 
     def identify(self) -> ServerIdentity:
         info = self._client.info()
-        return ServerIdentity(info.boot_id, info.policy_version, info.max_model_len, info.dtype, info.head_dtype)
+        known = info.dtype, info.head_dtype, info.highest_version
+        return ServerIdentity(info.boot_id, info.policy_version, info.max_model_len, *known)
 
     def send(self, version: int, payload: AdapterPayload) -> str:
         answer = self._client.upload_adapter(adapter_name(version), version, payload.body)
@@ -185,7 +177,7 @@ class StockServer:
         fields = {name: request[name] for name in ("n", "max_tokens", "temperature", "ignore_eos")}
         prompt = request["prompt"]["prompt_token_ids"]
         request_body = fields | {
-            **_WHOLE_DISTRIBUTION,
+            **WHOLE_DISTRIBUTION,
             "model": adapter_name(version),
             "prompt": prompt,
             "logprobs": 0,

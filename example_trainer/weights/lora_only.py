@@ -117,10 +117,11 @@ class LoraOnlyBridge(WeightBridge):
             return self._publish(version)
 
     def highest_version(self) -> int:
-        """Return the version that the server serves, which may come from an earlier run; 0 if none."""
+        """Return the highest version that the server has had, which may come from an earlier run; 0 if none."""
         if self._server is None:
             return 0
-        return self._until_it_answers(self._server.identify).policy_version or 0
+        found = self._until_it_answers(self._server.identify)
+        return max(found.policy_version or 0, found.highest_version or 0)
 
     def needs_publish(self) -> bool:
         if self._server is None or not self._has_published or self._publishing.locked():

@@ -99,7 +99,8 @@ class RegisteredBridge(WeightBridge):
         return report
 
     def highest_version(self) -> int:
-        return max((member.info.policy_version or 0 for member in self._members.present()), default=0)
+        infos = [member.info for member in self._members.present()]
+        return max((max(info.policy_version or 0, info.highest_version or 0) for info in infos), default=0)
 
     def should_publish(self, steps_since_publish: int) -> bool:
         return self._delivery.should_publish(steps_since_publish)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
+from atropos_api.common.sampling_values import LEAST_TEMPERATURE, WHOLE_DISTRIBUTION
 from atropos_api.wire.groups import Span
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ReasoningEffort
 from environments.sdk.errors import RequestRefused, SamplingNotTrainable
@@ -31,13 +32,9 @@ NOT_SENT = OPENAI_ONLY | CHAT_ONLY | {"model", "logprobs", "n", "temperature", "
 
 # Fields that change the sampled distribution, with the values that do not change it.
 TRUNCATING: Mapping[str, tuple[Any, ...]] = {
-    "top_p": (1, None),
+    **{name: (value, None) for name, value in WHOLE_DISTRIBUTION.items()},
     "top_k": (0, -1, None),
-    "min_p": (0, None),
     "min_tokens": (0, None),
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "repetition_penalty": (1, None),
     "logit_bias": (None, {}),
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
@@ -49,9 +46,6 @@ TRUNCATING: Mapping[str, tuple[Any, ...]] = {
 # `bad_words` forbid so few tokens that the allowed ones are too many for a mask.
 NARROWING = frozenset({"top_p", "top_k", "min_p", "allowed_token_ids"})
 MASKING = NARROWING | {"min_tokens", "bad_words"}
-
-LEAST_TEMPERATURE = 0.01
-"""vLLM samples at this temperature where less is asked for (except 0); the trainer would compute at the lower one."""
 
 NO_TURN_BEFORE: Mapping[str, Any] = {}
 

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import anyio
 import msgspec
 
+from atropos_api.common.sampling_values import WHOLE_DISTRIBUTION
 from atropos_api.wire.groups import Span
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import InferenceRefused
 from environments.sdk.inference.http_transport import PlainEvents, PlainReply, SampleEvents, Transport
 from environments.sdk.inference.sampling import (
-    TRUNCATING,
     Failover,
     OnTokens,
     PromptLogprobs,
@@ -30,9 +30,6 @@ from environments.sdk.inference.server import HttpServer, compare_vocabulary
 MOST_TOKENS = 1 << 31
 """Limit on token ids: they are 32-bit integers everywhere."""
 Dialect = Literal["compact", "atropos", "plain"]
-
-MODEL_DEFAULTS = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-"""Parameters that a stock vLLM takes from the model's generation_config.json where a request does not name them."""
 
 
 class CompactReply(msgspec.Struct):
@@ -170,7 +167,7 @@ class VllmServer(HttpServer):
         """Sample by vLLM's own completions route; the model name in the request determines the policy version."""
         policy = self.policy
         # Without the neutral values Qwen2.5 would be sampled with top_p 0.8 and top_k 20, and no group would say so.
-        fields = {name: TRUNCATING[name][0] for name in MODEL_DEFAULTS} | sampling.payload()
+        fields: dict[str, Any] = {**WHOLE_DISTRIBUTION, **sampling.payload()}
         fields |= {"model": self.model_name, "prompt": prompt_tokens, "logprobs": 0, "return_token_ids": True}
         url = f"{self.config.root_url}/v1/completions"
         if on_tokens is None:

@@ -82,6 +82,16 @@ class BrokerConnection:
                 self._adopt(self.info.pacing, authoritative=True)
                 return self.info
 
+    def stays_paused(self, group_size: int) -> bool:
+        """Return True if the broker has paused this environment, and would also with groups of this size.
+
+        A schedule may have another size at the first step of a run than at the step at which it registered.
+        """
+        pacing = self.pacing
+        if pacing is None or pacing.paused_because is None:
+            return False
+        return group_size == self._request.group_size or group_size > pacing.batch_size
+
     def hand_in(self, group: Group, key: GroupKey | None = None, run_id: str | None = None) -> None:
         """Queue a group for submission, under the key of its item if it has one; `run_id` None: for the open run."""
         self._queue.append((group, key, run_id))

@@ -219,7 +219,7 @@ class EnvironmentWorker:
         Each turn awaits one thing: what comes meanwhile may be the last notification, so all is checked again then.
         """
         while self._active:
-            if not self._has_joined and self._pacing.paused_because is None:
+            if not self._has_joined and not self._broker.stays_paused(self._env.config.group_size):
                 with anyio.CancelScope() as self._admission:
                     await self._join_run()
             elif self._log_due:

@@ -13,6 +13,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
+from atropos_api.common.sampling_values import LEAST_TEMPERATURE, WHOLE_DISTRIBUTION
 from example_trainer.commands.doctor.findings import Finding, error, warning
 from example_trainer.commands.doctor.requested_run import Environment, RequestedRun
 from example_trainer.launcher.environment_check import FACTS_SECONDS
@@ -24,12 +25,8 @@ LOGPROBS_MODE = ServerConfig.model_fields["logprobs_mode"].default
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "temperature": (1, None),
-    "top_p": (1, None),
+    **{name: (value, None) for name, value in WHOLE_DISTRIBUTION.items()},
     "top_k": (0, -1, 50, None),
-    "min_p": (0, None),
-    "repetition_penalty": (1, None),
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
 }
 """Defaults of sampling in a generation_config.json, with the values that change nothing; 50 is transformers' default
 of top_k, which vLLM leaves out."""
@@ -127,6 +124,9 @@ def _check_temperature(environment: Environment, given: Mapping[str, Any], *, le
         return
     if value <= 0:
         yield error("temperature", f"{shown}: greedy answers are all alike and have no logprobs", "set it to 1")
+    elif value < LEAST_TEMPERATURE:
+        text = f"{shown}: vLLM samples at {LEAST_TEMPERATURE:g} instead of less, so it is refused for training"
+        yield error("temperature", text, "set it to 1")
     elif value > MAX_TEMPERATURE:
         yield warning("temperature", f"{shown}, where most tokens are noise", "set it to 1")
     elif value != 1 and lenient:

@@ -129,6 +129,7 @@ def test_a_sync_that_is_not_what_was_sent_is_found_within_one_publish_and_taken_
     finally:
         del server.send
     assert server.identify().policy_version == good
+    assert bridge.highest_version() == good + 1, "another run must not use the name of the removed adapter"
     bridge.publish(good + 2)
     assert agrees(bridge, good + 2)
     assert send is not lossy

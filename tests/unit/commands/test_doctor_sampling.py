@@ -178,6 +178,10 @@ def test_a_misspelt_option_of_the_server_is_found(harness: DoctorHarness) -> Non
 def test_greedy_rollouts_are_found_and_greedy_evaluations_are_not_a_fault(harness: DoctorHarness) -> None:
     harness.write_environment(own("n=2, temperature=0"))
     assert "own_env.py:20" in harness.find_one("temperature", "temperature 0", "greedy").text
+    harness.write_environment(own("n=2, temperature=0.005"))
+    assert "vLLM samples at 0.01" in harness.find_one("temperature", "temperature 0.005", "refused for training").text
+    harness.write_environment(own("n=2, temperature=0.01"))
+    assert harness.find() == []
     harness.write_environment(own("n=2, temperature=0.7"))
     assert harness.find() == [], "a session tells the trainer its temperature"
 

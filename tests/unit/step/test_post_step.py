@@ -84,6 +84,12 @@ def test_the_weights_that_reach_no_server_before_a_stop_are_in_a_committed_check
     assert made == [("publish", 1), "save", ("commit", 1)], "no version is announced that nothing serves"
 
 
+def test_a_checkpoint_knows_the_step_that_changed_the_weights_last(make):
+    post_step, _ = make(None, weight_bridge_mode="shared_vllm")
+    post_step._progress.step = 3
+    assert (post_step._state().step, post_step._state().weights_step) == (3, 1)
+
+
 def test_a_publish_that_fails_ends_the_run(make):
     post_step, made = make(PublishFailed("wrong weights"), weight_bridge_mode="shared_vllm")
     with pytest.raises(PublishFailed):

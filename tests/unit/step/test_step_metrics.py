@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +14,10 @@ from atropos_api.wire import Batch, Group
 from example_trainer.config import TrainingConfig
 from example_trainer.data import data_settings, prepare_batch
 from example_trainer.group_sequences import leave_out_absent
-from example_trainer.state import Progress
+from example_trainer.state import Progress, TrainerState
+from example_trainer.step import train_step
 from example_trainer.step.metrics import ages_of, describe, repetition
+from example_trainer.step.train_step import TrainStep
 
 
 def group(answers: list[list[int]], scores: list[float], env_id: int | None) -> Group:
@@ -101,3 +105,17 @@ def test_steps_that_change_no_weights_make_no_token_older() -> None:
     sampled.policy_versions = [[(2, 3, 5)], [(2, 3, 4)]]
     batch = prepare_batch(Batch(number=7, run_id="r", groups=[sampled]), data_settings(TrainingConfig(model_name="m")))
     assert ages_of(batch, Progress(step=6, weights_step=3, steps_by_version={4: 2, 5: 3})).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("weights_step", "counted_from"), [(3, 3), (None, 6)])
+def test_a_resume_counts_ages_from_the_step_that_changed_the_weights_last(
+    monkeypatch: pytest.MonkeyPatch, weights_step: int | None, counted_from: int
+) -> None:
+    """They were counted from the checkpoint's step, so that a resumed run masked what an uninterrupted one trained."""
+    for name in ("refuse_other_base", "restore"):
+        monkeypatch.setattr(train_step, name, lambda *_, **__: None)
+    learner = SimpleNamespace(policy=None, optimizer=None, ranks=SimpleNamespace(rank=0), loss_scale=None, updates=0)
+    resumed = TrainStep(config=None, progress=Progress(), learner=learner, alignment=None)
+    known = {"policy_version": 5, "highest_version": 5, "run_id": "r", "run_name": "n", "seed": 0}
+    resumed.resume(Path(), TrainerState(step=6, updates=3, weights_step=weights_step, **known))
+    assert (resumed.progress.step, resumed.progress.weights_step) == (6, counted_from)

@@ -1,5 +1,6 @@
 """A store that cannot be opened is reported in one line that names the path."""
 
+import socket
 import sqlite3
 from contextlib import closing
 from unittest.mock import Mock
@@ -10,7 +11,7 @@ from atropos_api.broker import Broker
 from atropos_api.cli import run
 from atropos_api.common.errors import AtroposError, Outage
 from atropos_api.config import BrokerConfig
-from atropos_api.errors import StoreDamaged
+from atropos_api.errors import StoreDamaged, StoreUnavailable
 from atropos_api.store.factory import open_store
 from atropos_api.store.redis_session import RedisSession, connect
 
@@ -127,3 +128,28 @@ def test_a_broker_that_starts_before_its_redis_ends_with_a_code_after_which_it_i
         monkeypatch.setattr(f"atropos_api.cli.{name}", Mock())
     with pytest.raises(Outage, match=r"redis://127\.0\.0\.1:1/0 does not answer"):
         run(["--store", "redis://127.0.0.1:1/0", "--port", "0"])
+
+
+@pytest.mark.usefixtures("no_such_name")
+def test_a_mistyped_host_of_a_redis_ends_the_broker_for_good(monkeypatch):
+    """It counted as a Redis that is down, for which systemd started the broker again without end."""
+    pytest.importorskip("redis")
+    for name in ("setup_logging", "keep_freed_memory"):
+        monkeypatch.setattr(f"atropos_api.cli.{name}", Mock())
+    with pytest.raises(
+        StoreUnavailable, match=r"--store redis://rdis\.invalid:6379/0: there is no such host"
+    ) as refused:
+        run(["--store", "redis://rdis.invalid:6379/0", "--port", "0"])
+    assert not refused.value.is_outage
+
+
+def test_the_host_of_a_redis_that_has_answered_may_be_unknown_for_a_while(monkeypatch):
+    pytest.importorskip("redis")
+    session = RedisSession("redis://of-a-pod:6379/0", lease_seconds=1.0)
+    lost = Mock(side_effect=socket.gaierror(socket.EAI_NONAME, "Name or service not known"))
+    monkeypatch.setattr(session._client, "execute_command", Mock(return_value=None))
+    assert session.holder() is None
+    monkeypatch.setattr(session._client, "execute_command", lost)
+    with pytest.raises(StoreUnavailable, match="does not answer") as caught:
+        session.holder()
+    assert caught.value.is_outage

@@ -272,6 +272,10 @@ def test_reference_logprobs_of_the_environment_are_taken_where_it_sends_them() -
             "at position 2 has the token 7 that was drawn there 0 times",
         ),
         ({"sampling_masks": [[[], [], [7, 3, 7], []]] * 2}, "has the token 7 that was drawn there 2 times"),
+        (
+            {"sampling_masks": [[[], [], [7, 3], [8, 3, 5, 3]]] * 2},
+            "mask at position 3 has the token 3 more than once",
+        ),
         ({"tokens": [[5, 6, 7, 8], [99, 6, 7, 9]]}, "tokens has the id 99, and the policy has 40 tokens"),
         ({"sampling_masks": [[[], [], [7, 40], []]] * 2}, "sampling_masks has the id 40"),
         (

@@ -321,6 +321,19 @@ def test_a_teacher_is_learnt_from_where_rewards_say_nothing(tiny_model: Path) ->
     assert losses[-1] < 0.5 * losses[0]
 
 
+def test_a_loss_term_that_the_first_mini_batch_lacks_is_reported(tiny_model: Path) -> None:
+    """Over several ranks the one whose rows have a teacher may have no row in the first mini-batch."""
+    settings = {"distill": "forward_kl", "mini_batches": 2}
+    batch = prepare(tiny_model, with_teacher(sample(tiny_model), 5), **settings)
+    learner = make_learner(tiny_model, **settings)
+    training = learner.begin(batch)
+    for mini_batch in training.mini_batches:
+        learner.apply(learner.accumulate(training, mini_batch))
+    del training.done[0].totals["distill"]
+    reported = learner.finish(training).metrics["train/loss_distill"]
+    assert reported == pytest.approx(training.done[1].totals["distill"] / 2)
+
+
 def test_a_teachers_opinion_of_sampled_tokens_is_added_to_their_advantages(tiny_model: Path) -> None:
     raw = sample(tiny_model)
     for group in raw.groups:

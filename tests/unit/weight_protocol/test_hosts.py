@@ -29,6 +29,13 @@ def test_a_name_that_does_not_exist_is_called_mistyped(look_ups_fail):
         check_host("http://gpu-3:9001", "--vllm-host")
 
 
-def test_a_name_server_that_does_not_answer_is_no_spelling_mistake(look_ups_fail):
-    look_ups_fail(socket.EAI_AGAIN, "Temporary failure in name resolution")
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (socket.EAI_AGAIN, "Temporary failure in name resolution"),
+        (socket.EAI_FAIL, "Non-recoverable failure in name resolution"),  # it refused to answer
+    ],
+)
+def test_a_name_server_that_does_not_answer_is_no_spelling_mistake(look_ups_fail, number, reason):
+    look_ups_fail(number, reason)
     check_host("http://gpu-3:9001", "--vllm-host")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from example_trainer.errors import ProofFailed, ServerRefused
+from example_trainer.weight_protocol.client import ServerInfo
 from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import AtroposServer, ServerIdentity
 from example_trainer.weights.lora_only import LoraOnlyBridge
@@ -63,6 +64,16 @@ def test_a_bad_version_goes_only_once_a_good_one_is_served_again():
     gone = Client(refuses=True)
     assert not AtroposServer(gone).restore(3, 2)
     assert gone.asked == []
+
+
+@pytest.mark.parametrize(("served", "highest", "found"), [(4, 5, 5), (4, None, 4), (None, None, 0), (None, 5, 5)])
+def test_versions_go_on_above_one_that_was_taken_back(tmp_path, served, highest, found):
+    """After a failed proof a fresh run took the version again, and the server refused its name with 409 name-used."""
+    bridge = LoraOnlyBridge(config_of("http://127.0.0.1:9", "m", weight_bridge_mode="lora_only", run_dir=tmp_path))
+    client = Client()
+    client.info = lambda: ServerInfo(boot_id="boot", policy_version=served, highest_version=highest)
+    bridge._server = AtroposServer(client)
+    assert bridge.highest_version() == found
 
 
 @pytest.mark.parametrize(

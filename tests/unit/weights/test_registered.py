@@ -119,9 +119,10 @@ def bridge(monkeypatch):
     made.close()
 
 
-def member(name, *, proven=False, version=None):
+def member(name, *, proven=False, version=None, highest=None):
     client = SimpleNamespace(url=f"http://{name}", generate=None)
-    return Member(client, SimpleNamespace(boot_id=name, max_model_len=64, policy_version=version), name, proven)
+    info = SimpleNamespace(boot_id=name, max_model_len=64, policy_version=version, highest_version=highest)
+    return Member(client, info, name, proven)
 
 
 def test_the_servers_that_have_the_version_and_are_proven_are_reported_to_the_broker(bridge):
@@ -253,6 +254,8 @@ def test_an_exchange_may_take_twice_the_usual_time(bridge):
 def test_a_joiner_is_noticed_after_the_first_publish_and_an_unreachable_broker_is_not_an_error(bridge):
     bridge._members.joins = True
     assert not bridge.needs_publish()
+    bridge._members.here = [member("a", version=4, highest=7), member("b")]
+    assert bridge.highest_version() == 7
     bridge._members.here = [member("a", version=7)]
     assert bridge.highest_version() == 7
     bridge.publish(8)

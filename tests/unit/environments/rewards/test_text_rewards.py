@@ -30,6 +30,7 @@ from environments.rewards.protocol import GoldUnparsable, RewardUnusable, Sample
         ("-$5", -5),
         ("$-5", -5),
         (".5", Fraction(1, 2)),
+        ("Rs.15", 15),
         ("50%", 50),
         ("3/4", Fraction(3, 4)),
         (r"\frac{3}{4}", Fraction(3, 4)),

@@ -4,6 +4,7 @@ from collections import Counter
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import pytest
 
 from atropos_api.client import BrokerRefused, BrokerUnreachable
@@ -156,6 +157,20 @@ async def test_older_pacing_does_not_overwrite_newer():
     assert link.pacing.room_sequences == 8
     link._adopt(pacing(1, room=16), authoritative=True)
     assert link.pacing.room_sequences == 16
+
+
+async def test_an_environment_whose_schedule_has_a_smaller_size_at_the_start_of_a_run_is_not_paused_for_ever():
+    """It had registered with the size of a later step, of which no group fits a batch of the next run."""
+    client = ScriptedClient()
+    link = BrokerConnection(
+        client, EnvironmentRequest(name="e", group_size=64, max_token_length=16), wait_timeout_seconds=5
+    )
+    assert not link.stays_paused(64)
+    await link.register()
+    assert not link.stays_paused(64)
+    paused = msgspec.structs.replace(pacing(1, room=0), paused_because="groups of 64 are larger than a batch of 32")
+    link._adopt(paused, authoritative=True)
+    assert [link.stays_paused(size) for size in (64, 48, 16)] == [True, True, False]
 
 
 async def test_a_step_of_the_trainer_is_passed_on_once():
