@@ -261,6 +261,6 @@ def write_private(path: Path, text: str) -> None:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         Path(temporary).replace(path)
-    except OSError:
+    except BaseException:  # also a signal's: what is left may hold a secret
         Path(temporary).unlink(missing_ok=True)
         raise

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Protocol
 
 from starlette.responses import JSONResponse, Response
@@ -125,14 +125,21 @@ class Standby:
             if self._failure is None:
                 logger.warning("not active: %s", error)
             self._failure = str(error)
-            self._session.step_down()
+            self._return_lease()
         except Exception:  # a standby must survive a failed takeover; it tries again
             logger.exception("this broker could not take over")
             self._failure = "this broker could not take over; its log has the cause"
-            self._session.step_down()
+            self._return_lease()
         else:
             self._failure = None
             self._app = app
+
+    def _return_lease(self) -> None:
+        """Leave the lease to a broker that can take over, as one of another release may be able to."""
+        if self._session.held:  # else it is not known what Redis holds, or it does not answer
+            with suppress(StoreUnavailable):
+                self._session.release()
+        self._session.step_down()
 
     @contextmanager
     def _renewing(self) -> Iterator[None]:

@@ -127,18 +127,18 @@ class Run:
     def start(self, supervisor: Supervisor) -> None:
         self._deadline = time.monotonic() + START_SECONDS
         denied = self._filter()
-        descriptors = self._descriptors
-        descriptors["output"], output = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        descriptors["ready"], ready = (end.detach() for end in socket.socketpair())
-        os.set_blocking(output, True)
-        code = sealed_file(self.launch.code.encode("utf-8", "replace"))
-        files = {0: code, 1: output, 2: output, READY: ready}
-        if self.launch.way.name == "bubblewrap":
-            files[FILTER] = sealed_file(denied)
+        descriptors, files = self._descriptors, dict[int, int]()
         try:
+            descriptors["output"], files[1] = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptors["ready"], files[READY] = (end.detach() for end in socket.socketpair())
+            os.set_blocking(files[1], True)
+            files[2] = files[1]
+            files[0] = sealed_file(self.launch.code.encode("utf-8", "replace"))
+            if self.launch.way.name == "bubblewrap":
+                files[FILTER] = sealed_file(denied)
             self._first_pid = start(lambda: supervisor.exec_in_child(self.launch, self.group, denied), files)
             descriptors["process"] = os.pidfd_open(self._first_pid)
-        finally:
+        finally:  # also of a run that could not be started for want of descriptors: this process serves on
             for descriptor in set(files.values()):
                 os.close(descriptor)
 

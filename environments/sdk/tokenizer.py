@@ -31,7 +31,10 @@ def load_tokenizer(name: str, *, flag: str = "--env.tokenizer_name") -> Any:
     name = str(named_path(name)) if name else name
     folder = Path(name)
     if (folder / "tokenizer.json").is_file():
-        return FastTokenizer(folder)
+        try:
+            return FastTokenizer(folder)
+        except Exception as error:  # its library raises plain `Exception` for a file that was copied in part
+            raise _unavailable(name, flag, error) from error
     return load_transformers_tokenizer(name, flag=flag)
 
 
@@ -46,10 +49,14 @@ def load_transformers_tokenizer(name: str, *, flag: str = "--env.tokenizer_name"
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
         return tokenizer
     except Exception as error:  # files, hub and packages of custom tokenizers may raise anything
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TokenizerUnavailable(
-            f"tokenizer {name!r} cannot be loaded ({reason}); set {flag} to a model's name or folder"
-        ) from error
+        raise _unavailable(name, flag, error) from error
+
+
+def _unavailable(name: str, flag: str, error: Exception) -> TokenizerUnavailable:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return TokenizerUnavailable(
+        f"tokenizer {name!r} cannot be loaded ({reason}); set {flag} to a model's name or folder"
+    )
 
 
 class FastTokenizer:

@@ -214,12 +214,12 @@ def _load_hub(name: str) -> Mapping[str, Any]:
     repository, configuration, wanted = [*name.split(":", 2), "", ""][:3]
     try:
         import datasets
-
-        splits: Mapping[str, Any] = datasets.load_dataset(repository, configuration or None)
     except ImportError as error:
         raise DataUnusable(
             f"data set {name!r} needs the package datasets: pip install 'atropos-grpo[environments]'"
         ) from error
+    try:
+        splits: Mapping[str, Any] = datasets.load_dataset(repository, configuration or None)
     except Exception as error:  # it raises whatever its builders, its cache and its HTTP library raise
         raise DataUnusable(
             f"data set {name!r} cannot be loaded ({type(error).__name__}: {_first_line(error)}); without a network "

@@ -15,7 +15,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
@@ -288,30 +288,33 @@ def joined_ranks(
     timeout = timedelta(seconds=timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     host, port = _meeting_point(init_method)
-    with default_group_near(host):
-        try:
-            if port is None:
-                dist.init_process_group(
-                    backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
-                )
-            else:
-                store = make_store(host, port, world_size=world_size, is_master=rank == 0, timeout=timeout)
-                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        except (RuntimeError, ValueError, OSError) as error:
-            raise RanksFailed(
-                f"rank {rank} of {world_size} could not connect to the others at --init-method {init_method}: {error}; "
-                "start as many processes as --world-size says, each with a --trainer-rank of its own"
-            ) from error
-        control = dist.new_group(backend="gloo", timeout=timeout)
-    data = None if tensor_parallel_size == 1 else _data_ranks(rank, world_size, tensor_parallel_size, timeout)
-    try:
+    with ExitStack() as joined:
+        with default_group_near(host):
+            try:
+                if port is None:
+                    dist.init_process_group(
+                        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+                    )
+                else:
+                    store = make_store(host, port, world_size=world_size, is_master=rank == 0, timeout=timeout)
+                    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+                joined.callback(dist.destroy_process_group)
+                control = dist.new_group(backend="gloo", timeout=timeout)
+                data = _data_ranks(rank, world_size, tensor_parallel_size, timeout)
+            except (RuntimeError, ValueError, OSError) as error:
+                raise RanksFailed(
+                    f"rank {rank} of {world_size} could not connect to the others at --init-method {init_method}: "
+                    f"{error}; start as many processes as --world-size says, each with a --trainer-rank of its own"
+                ) from error
         yield GroupRanks(control, data)
-    finally:
-        dist.destroy_process_group()
 
 
-def _data_ranks(rank: int, world_size: int, tensor_parallel_size: int, timeout: timedelta) -> Ranks:
-    """Return the ranks that have the same place as this one in their tensor-parallel groups; all ranks call this."""
+def _data_ranks(rank: int, world_size: int, tensor_parallel_size: int, timeout: timedelta) -> Ranks | None:
+    """Return the ranks that have the same place as this one in their tensor-parallel groups, None if there are no such
+    groups; all ranks call this.
+    """
+    if tensor_parallel_size == 1:
+        return None
     groups = [
         dist.new_group(list(range(place, world_size, tensor_parallel_size)), backend="gloo", timeout=timeout)
         for place in range(tensor_parallel_size)

@@ -101,7 +101,8 @@ class EnvironmentCheck:
         self._waiting: list[AskedEnvironment] = []
         with suppress(OSError):  # no temporary directory, or a full disk: a dry run needs none
             folder = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="check-", dir=scratch)))
-            self._waiting += [ask_environment(entry, plan, folder) for entry in settings.environments]
+            for entry in settings.environments:
+                self._waiting.append(ask_environment(entry, plan, folder))  # at once: if the next fails, it is ended
 
     def __enter__(self) -> Self:
         return self

@@ -106,6 +106,7 @@ def load_module(options: PolicyOptions, stored: Any, dtype: torch.dtype, device:
 
     The model is on the CPU, but a quantised one is made on `device`; on the device `meta` it has no values.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -122,7 +123,7 @@ def load_module(options: PolicyOptions, stored: Any, dtype: torch.dtype, device:
             attn_implementation=options.attention,
             **more,
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:  # the last for a file that was copied in part
         raise ModelNotFound(_not_found(options, error)) from error
     if options.debug_loading:
         for name, tensor in module.named_parameters():

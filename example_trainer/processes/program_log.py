@@ -42,10 +42,13 @@ def limit_size(path: Path, largest_bytes: int) -> None:
     """
     older = older_part(path)
     try:
-        if path.stat().st_size < largest_bytes:
+        size_bytes = path.stat().st_size
+        if size_bytes < largest_bytes:
             return
         # First, so that a disk never holds more than twice the limit.
         older.unlink(missing_ok=True)
+        if shutil.disk_usage(path.parent).free < size_bytes:
+            return  # the part of a copy that still fits would leave the run's programs no room for a checkpoint
         with path.open("r+b", buffering=0) as log, open_private_log(older) as kept:
             shutil.copyfileobj(log, kept)
             # Programs have opened the log for appending, so their next line is its first one.

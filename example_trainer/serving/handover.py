@@ -189,7 +189,7 @@ async def hand_over(
             mid_request = seconds >= drain_seconds or is_drained()
             ready = [each for each in unpassed if each.can_be_passed(mid_request=mid_request)]
             for first in range(0, len(ready), _MOST_AT_ONCE):
-                await _send(channel, [each.detach() for each in ready[first : first + _MOST_AT_ONCE]])
+                await _send(channel, _detach(ready[first : first + _MOST_AT_ONCE]))
             await asyncio.sleep(_LOOK_SECONDS)
         await _writable(channel)
         channel.send(DONE)
@@ -242,19 +242,31 @@ async def receive_connections(channel: socket.socket) -> list[ReceivedConnection
                 arrived.append(ReceivedConnection(socket.socket(fileno=descriptor), file.read(size)))
 
 
-async def _send(channel: socket.socket, passed: Iterable[tuple[int, bytes]]) -> None:
+def _detach(connections: Iterable[Connection]) -> list[tuple[int, bytes]]:
+    """Detach connections; if no descriptor is left for one of them, end those before it: no server has them."""
+    detached: list[tuple[int, bytes]] = []
+    try:
+        for each in connections:
+            detached.append(each.detach())  # noqa: PERF401 - they are needed after an error as well
+    except OSError:
+        for descriptor, _ in detached:
+            os.close(descriptor)
+        raise
+    return detached
+
+
+async def _send(channel: socket.socket, passed: Sequence[tuple[int, bytes]]) -> None:
     """Send one message: the number of bytes read on each connection, the connections, and a file with these bytes."""
-    passed = list(passed)
-    content = os.memfd_create("requests", os.MFD_CLOEXEC)
     descriptors = [descriptor for descriptor, _ in passed]
     try:
+        descriptors.append(content := os.memfd_create("requests", os.MFD_CLOEXEC))
         with os.fdopen(content, "wb", closefd=False) as file:
             file.writelines(received for _, received in passed)
         message = json.dumps([len(received) for _, received in passed]).encode()
         await _writable(channel)
-        socket.send_fds(channel, [message], [*descriptors, content])
+        socket.send_fds(channel, [message], descriptors)
     finally:
-        for descriptor in (*descriptors, content):
+        for descriptor in descriptors:
             os.close(descriptor)
 
 

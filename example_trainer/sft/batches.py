@@ -50,7 +50,7 @@ def load_tokenizer(config: SftConfig) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model_name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the library tokenizers raises plain `Exception` for a file that it cannot read
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelNotFound(
             f"--model-name {config.model_name}: it has no tokenizer that can be loaded ({cause})"

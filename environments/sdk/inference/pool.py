@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from atropos_api.common.concurrency import run_all
 from environments.sdk.config import APIServerConfig
-from environments.sdk.errors import InferenceAborted, RequestRefused
+from environments.sdk.errors import InferenceAborted, RequestRefused, innermost
 from environments.sdk.inference.registered import RegisteredServers
 from environments.sdk.inference.retries import ServerUnavailable
 from environments.sdk.inference.sampling import Failover, OnTokens, PromptLogprobs, Sample, Sampling, Split, count_of
@@ -269,7 +269,11 @@ def _sizes(n: int, most: int) -> list[int]:
 
 
 async def _gather(ask: Callable[[int], Awaitable[list[T]]], sizes: list[int]) -> list[T]:
-    parts = await run_all([partial(ask, size) for size in sizes])
+    """Return the results of one call for each size; raise an error as the call for all of them would."""
+    try:
+        parts = await run_all([partial(ask, size) for size in sizes])
+    except ExceptionGroup as errors:
+        raise innermost(errors) from errors
     return [found for part in parts for found in part]
 
 

@@ -318,19 +318,21 @@ async def following_registry(env: Environment, client: AsyncBrokerClient) -> Asy
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, int | None], stop: StopRequest) -> int:
-    """Run `work` and return its exit code; a signal cancels it and leaves a little time to close its files."""
+    """Run `work` and return its exit code; a signal cancels it and leaves a little time to close its files.
+
+    It has ended when this returns or raises: what it works with is closed after that.
+    """
     stop.grace_seconds = CLOSING_SECONDS
     task = asyncio.ensure_future(work)
     stopped = asyncio.ensure_future(stop.wait_for(1))
     try:
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result() or 0
-        task.cancel()
-        await asyncio.wait({task})
-        return stop.exit_code
+        return (task.result() or 0) if task.done() else stop.exit_code
     finally:
         stopped.cancel()
+        task.cancel()
+        with anyio.CancelScope(shield=True):  # the broker may have refused to name more servers, which cancels this
+            await asyncio.wait({task})
 
 
 GC_THRESHOLD = 50_000  # more objects than the rollouts in flight have: at 700 they would be scanned all the time

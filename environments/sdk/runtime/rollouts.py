@@ -132,6 +132,8 @@ class RolloutRunner:
                             await self._env.handle_send_to_api(finished, drawn.item)
             finally:
                 await self._clean_up(drawn)
+            for group in buffer.accepted:
+                self._delivery.save(group)  # if this fails, nothing of the item is kept, so that it can be tried again
             self.backlog.extend(more)
             if not finished and not buffer.accepted:
                 return None
@@ -180,10 +182,8 @@ class RolloutRunner:
                 timer.cancel()
 
     def _dispatch(self, drawn: DrawnItem, buffer: Buffer) -> None:
-        """Send an item's groups, under keys of its own if it is leased."""
+        """Send an item's groups, which are saved, under keys of its own if it is leased."""
         lease = drawn.lease
-        for group in buffer.accepted:
-            self._delivery.save(group)  # if this fails, no group of the item is sent, so that it can be tried again
         keys: Sequence[GroupKey | None] = [None] * len(buffer.accepted)
         if lease is not None and self._delivery.leases is not None:
             if buffer.accepted:

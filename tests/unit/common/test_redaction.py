@@ -221,6 +221,18 @@ def test_a_log_line_and_a_traceback_in_it_hold_no_token(
     assert SECRET_VALUE not in shown
 
 
+def test_a_private_file_that_a_signal_breaks_off_leaves_nothing_of_what_it_would_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*_: object) -> None:
+        raise SystemExit(143)  # as the trainer's handler does until it trains
+
+    monkeypatch.setattr(Path, "replace", end)
+    with pytest.raises(SystemExit):
+        write_private(tmp_path / "token", "hunter2")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_private_file_is_its_owner_s_alone_also_where_one_was_open_to_all(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text("old")

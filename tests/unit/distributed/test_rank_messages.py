@@ -14,10 +14,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from example_trainer.distributed import ranks
 from example_trainer.distributed.ranks import Ranks, decode, encode, joined_ranks
+from example_trainer.errors import RanksFailed
 from example_trainer.processes.ports import free_port
 from example_trainer.weight_protocol import transfer
 from example_trainer.weight_protocol.broadcast_group import BroadcastGroup, Rendezvous
@@ -193,6 +195,31 @@ def test_the_ranks_of_one_host_listen_on_loopback_alone_and_change_no_variable()
     assert addresses == ["127.0.0.1"]
     assert gathered == [0, 1]
     assert variables == [None, None]
+
+
+@pytest.mark.parametrize("made", [0, 1], ids=["no group", "the group of all ranks"])
+def test_a_rank_whose_others_end_while_the_groups_are_made_says_so_and_leaves_them(
+    monkeypatch: pytest.MonkeyPatch, made: int
+) -> None:
+    groups, events = iter([object()] * made), list[str]()
+
+    def new_group(*_: object, **__: object) -> object:
+        events.append("on loopback" if os.environ.get(INTERFACE_VARIABLES[0]) else "anywhere")
+        for group in groups:
+            return group
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: events.append("left"))
+    meeting = f"tcp://127.0.0.1:{free_port()}"
+    monkeypatch.setattr(ranks, "make_store", lambda *_, **__: None)
+    with (
+        pytest.raises(RanksFailed, match=r"rank 0 of 2 could not connect to the others .* Connection closed by peer"),
+        joined_ranks(0, 2, meeting, device="cpu", timeout_seconds=5.0, tensor_parallel_size=2),
+    ):
+        pass
+    assert events == [*["on loopback"] * (made + 1), "left"]
 
 
 def test_for_an_address_of_no_interface_all_interfaces_are_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """An environment's servers as they are registered at the broker: they come, drain, fall silent and go while it asks."""
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -7,6 +8,7 @@ import socket
 import anyio
 import pytest
 
+from atropos_api.client import BrokerRefused
 from atropos_api.common import concurrency
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.testing import memory_broker
@@ -16,6 +18,8 @@ from environments.sdk.errors import InferenceUnavailable
 from environments.sdk.inference import registered
 from environments.sdk.inference.pool import MARGIN
 from environments.sdk.inference.sampling import Sampling
+from environments.sdk.runtime.cli import _unless_stopped
+from environments.sdk.runtime.stopping import StopRequest
 from environments.sdk.server_manager import ServerManager
 from environments.sdk.testing import FakeInference, InProcess
 
@@ -287,3 +291,28 @@ async def test_a_list_of_servers_beside_the_registered_ones_is_refused(tokenizer
     configs = [APIServerConfig(server_type="vllm"), APIServerConfig(server_type="vllm", policy="default")]
     with pytest.raises(ConfigError, match="stands for all that are registered"):
         ServerManager(configs, load_tokenizer=lambda: tokenizer)
+
+
+async def test_work_whose_servers_the_broker_refuses_to_name_has_ended_before_they_are_closed():
+    ended = []
+
+    async def work():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01)  # a rollout cleans up
+            ended.append("work")
+
+    async def follow():
+        await asyncio.sleep(0.01)
+        raise BrokerRefused({"detail": "the token is another one now"}, 401)
+
+    async def evaluate():
+        async with anyio.create_task_group() as group:
+            group.start_soon(follow)
+            await _unless_stopped(work(), StopRequest())
+
+    with pytest.raises(ExceptionGroup) as failed:
+        await evaluate()
+    assert failed.group_contains(BrokerRefused)
+    assert ended == ["work"]

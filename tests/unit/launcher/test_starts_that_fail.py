@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -303,6 +306,30 @@ def test_an_environment_of_which_nothing_is_known_is_not_refused(tmp_path: Path)
         with EnvironmentCheck(launch.settings, dry_plan(launch)) as check:
             check.refuse_unusable()
             check.refuse_unusable(limit_seconds=1.0)
+
+
+def test_an_environment_that_was_asked_is_ended_although_the_next_one_could_not_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent, file = tmp_path / "silent_env.py", tmp_path / "run.yaml"
+    silent.write_text("import time; time.sleep(600)")
+    file.write_text(f"environments: [{{file: {silent}}}, {{file: {silent}}}]\n")
+    argv = ["--config", str(file), "--model-name", "org/model", "--run-dir", str(tmp_path / "run")]
+    launch = plan_launch(read_settings(argv))
+    plan, started = dry_plan(launch), list[subprocess.Popen[bytes]]()
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            if started:
+                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    with EnvironmentCheck(launch.settings, plan):
+        (asked,) = started
+        assert asked.poll() is None
+    assert asked.returncode is not None
 
 
 def test_the_settings_that_another_environment_ignores_are_named_once_it_has_answered(tmp_path: Path) -> None:

@@ -168,6 +168,14 @@ def test_a_model_that_is_not_there_is_one_clear_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_weights_that_were_copied_in_part_are_one_clear_line(tmp_path):
+    (file,) = make_tiny_model(tmp_path).glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-64])
+    with pytest.raises(ModelNotFound, match=f"--model-name {tmp_path}: no causal .* from this directory") as caught:
+        load_policy(options_for(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
 def test_dropout_of_the_checkpoint_is_off_in_training(tiny_family):
     policy = load_policy(options_for(tiny_family("gpt2")))
     assert policy.module.training

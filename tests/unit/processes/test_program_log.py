@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,3 +70,16 @@ def test_no_log_and_no_room_for_its_older_part_are_no_error(tmp_path):
     (tmp_path / "full.log.1").mkdir()
     limit_size(path, 1)
     assert path.read_text() == "kept\n"
+
+
+def test_a_log_for_whose_content_the_disk_has_no_room_is_not_copied_in_part(tmp_path, monkeypatch):
+    path, older = tmp_path / "large.log", tmp_path / "large.log.1"
+    path.write_text("kept\n")
+    older.write_text("of before\n")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=4))
+    limit_size(path, 1)
+    assert path.read_text() == "kept\n"
+    assert not older.exists()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=5))
+    limit_size(path, 1)
+    assert (older.read_text(), path.read_text()) == ("kept\n", "")

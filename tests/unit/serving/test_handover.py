@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 import socket
 import struct
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -251,6 +252,30 @@ async def test_a_server_without_a_descriptor_to_spare_says_so_and_ends_its_conne
         assert not await both.old.hand_over(both.channel.sender)
         assert "cannot be handed to the next server" in caplog.text
         assert await reader.read() == b""
+
+
+@pytest.mark.parametrize(("call", "at"), [("dup", 2), ("memfd_create", 1)])
+async def test_connections_that_were_to_be_given_end_although_no_descriptor_is_left(monkeypatch, caplog, call, at):
+    works, calls = getattr(os, call), []
+
+    def refuse(*arguments):
+        calls.append(arguments)
+        if len(calls) == at:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return works(*arguments)
+
+    async with Replacement() as both:
+        clients = [await both.connect() for _ in range(2)]
+        for reader, writer in clients:
+            writer.write(request())
+            assert await answer(reader) == 1
+        monkeypatch.setattr(os, call, refuse)
+        assert not await both.old.hand_over(both.channel.sender)
+        assert "cannot be handed to the next server: [Errno 24] Too many open files" in caplog.text
+        readings = {asyncio.ensure_future(reader.read()) for reader, _ in clients}
+        ended, _ = await asyncio.wait(readings, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        assert {each.result() for each in ended} == {b""}
+    await asyncio.wait(readings)
 
 
 async def test_encrypted_connections_are_neither_given_nor_waited_for(monkeypatch):

@@ -111,6 +111,15 @@ def test_chats_without_a_template_name_the_file_that_would_give_one(sft: Sft, tm
     sft("--training-steps", "1", rows=[{"prompt": "1 + 1 =", "completion": " 2"}], model=model, folder="texts")
 
 
+def test_a_tokenizer_that_cannot_be_read_is_named(sft: Sft, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", vocabulary=PADDED_VOCABULARY_SIZE)
+    make_tokenizer(context_length=128).save_pretrained(model)
+    kind = json.dumps({"version": "1.0", "added_tokens": [], "model": {"type": "of a later version"}})
+    (model / "tokenizer.json").write_text(kind)
+    with pytest.raises(AtroposError, match=rf"--model-name {model}: it has no tokenizer that can be loaded \("):
+        sft(model=model)
+
+
 def test_overwrite_deletes_no_model_and_no_run_of_another_program(tmp_path: Path) -> None:
     """It removed the config.json of a model, and the checkpoints of a GRPO run."""
     for content in ('{"model_type": "llama"}', '{"trainer": {}}'):

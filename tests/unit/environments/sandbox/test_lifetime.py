@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from environments.sandbox.python_tool import (
     SupervisorExited,
     SupervisorProcess,
 )
+from environments.sandbox.supervisor import Run
 
 from .conftest import DRIVER, python_path
 
@@ -173,6 +175,21 @@ async def test_a_machine_without_a_process_or_a_file_left_fails_a_run_and_not_th
             await tool.run("1")
     assert not caught.value.ends_server
     assert (await tool.run("6 * 7")).as_text() == "42"
+
+
+def test_a_run_for_which_no_file_is_left_keeps_none_in_its_supervisor(monkeypatch):
+    def out_of_files(_):
+        raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+
+    monkeypatch.setattr("environments.sandbox.supervisor.sealed_file", out_of_files)
+    with socket.socket() as channel:
+        before = psutil.Process().num_fds()
+        run = Run(PythonTool()._launch("1", python_tool.LIMITS_ALONE, ""), channel, None)
+        with pytest.raises(OSError, match="Too many open files in system"):
+            run.start(None)
+        for descriptor in run._descriptors.values():  # `end` closes these
+            os.close(descriptor)
+        assert psutil.Process().num_fds() == before
 
 
 async def test_closing_the_tool_ends_what_runs(tool, mark):

@@ -67,6 +67,30 @@ async def test_a_group_that_cannot_be_saved_keeps_the_item_whole_and_none_of_it_
     assert len(sent) == 2
 
 
+async def test_the_backlog_of_an_attempt_that_cannot_be_saved_is_not_taken(tmp_path):
+    class WithBacklog(Env):
+        async def collect_trajectories(self, item):
+            group, _ = await super().collect_trajectories(item)
+            return group, ["more of it"]
+
+    config = {"data_path_to_save_groups": str(tmp_path / "groups.jsonl")}
+    async with Rehearsal(WithBacklog, ["x"], tmp_path, **config) as rehearsal:
+        collector, sent = await collector_of(rehearsal.env)
+        append, calls = collector._delivery.file.append, []
+
+        def append_to_full_disk(group):
+            calls.append(group)
+            if len(calls) == 1:
+                raise OSError("no space is left")
+            append(group)
+
+        collector._delivery.file.append = append_to_full_disk
+        assert await collector.collect(DrawnItem(1)) == 1
+        collector._delivery.close()
+    assert len(sent) == 1
+    assert list(collector.backlog) == ["more of it"]
+
+
 async def test_what_fails_after_a_delivery_sends_nothing_twice(tmp_path):
     class Late(Env):
         calls = 0

@@ -1,6 +1,7 @@
 """The light tokenizer: the same ids and texts as transformers gives for the same folder."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -112,3 +113,18 @@ def test_an_unknown_tokenizer_says_what_to_set(monkeypatch):
         load_tokenizer("nobody/no-such-model")
     with pytest.raises(TokenizerUnavailable, match=r"no such folder.*--env\.tokenizer_name"):
         load_tokenizer("./no-such-folder")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", '{"version": "1.0", "trunc'),
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n"),
+        ("tokenizer_config.json", '{"eos_token"'),
+    ],
+)
+def test_a_folder_with_a_file_in_part_is_named_with_what_to_set(tokenizer_folder, tmp_path, file, content):
+    shutil.copytree(tokenizer_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(TokenizerUnavailable, match=rf"{tmp_path}' cannot be loaded \(.*; set --tokenizer to a model's"):
+        load_tokenizer(str(tmp_path), flag="--tokenizer")

@@ -228,6 +228,17 @@ def test_a_data_set_that_cannot_be_loaded_names_the_way_without_a_network() -> N
         load_questions("nobody/no-such-set", "train")
 
 
+def test_a_package_that_a_data_set_needs_is_named_and_not_the_one_that_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load_dataset(*_: object) -> None:
+        raise ImportError("Please pip install zstandard")  # of the library itself, for files in that form
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataUnusable, match=r"cannot be loaded \(ImportError: Please pip install zstandard\)"):
+        load_questions("org/compressed", "train")
+
+
 def test_a_missing_source_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataUnusable, match=r"--env\.data_path or --env\.dataset_name"):
         DataFields().training_questions()

@@ -194,6 +194,18 @@ async def test_what_fails_before_the_first_token_has_a_status_of_its_own(make_ma
         assert "no such thing" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("streams", [True, False])
+async def test_what_fails_in_several_requests_for_one_has_the_status_of_their_error(make_manager, inside, streams):
+    """As the group of their errors it was a 500, which clients repeat."""
+    manager = make_manager()
+    manager.fake.problem = (400, "no such thing")
+    async with inside(manager) as (_session, http):
+        body = {"messages": [USER], "n": manager.pool.max_n_completions + 1, "stream": streams}
+        answer = await http.post("chat/completions", json=body)
+        assert answer.status_code == 400
+        assert "no such thing" in answer.json()["error"]["message"]
+
+
 async def test_a_stream_that_breaks_off_ends_with_the_problem_and_leaves_no_sequence(make_manager, reach):
     """A repeated request would sample something else than the client has read."""
     manager = make_manager("twelve and more")
