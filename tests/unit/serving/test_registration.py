@@ -319,8 +319,9 @@ async def test_an_end_does_not_wait_for_a_broker_that_is_not_there(scene, make, 
     await server.renew()
     scene.connected, scene.failure = False, kind("nothing answers")
     await server.renew()
-    await server.drain()
-    await server.leave()
+    async with asyncio.timeout(5):
+        await server.drain()
+        await server.leave()
 
 
 async def test_a_server_whose_engine_does_not_answer_gives_up_its_lease(scene, make):
