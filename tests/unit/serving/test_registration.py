@@ -190,14 +190,9 @@ async def test_cut_off_it_refuses_before_the_broker_lists_it_as_gone(scene, make
     server = make()
     await serving(scene, server)
     scene.connected = False
-    refused_at = None
     while scene.state == "serving":
         await server.renew()
         scene.now += 0.1
-        if refused_at is None and refusal(server) is not None:
-            refused_at = scene.now
-    assert refused_at is not None
-    assert refused_at <= scene.now
     assert refusal(server) == (503, "no-lease")
 
 
