@@ -37,6 +37,8 @@ class Traffic:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(END_SECONDS)
+        if self._thread.is_alive():
+            self.failures.append(TimeoutError(f"a request has had no answer for {END_SECONDS:g} s"))
 
     def asks(self, url: str) -> bool:
         """Return True while requests may go to the server at this address."""

@@ -30,7 +30,10 @@ CHANGING = [
     ("PUT", "/v1/environments/0/heartbeat"),
     ("PUT", "/v1/policy"),
     ("POST", "/v1/policy/hold"),
+    ("DELETE", "/v1/policy/hold"),
     ("POST", "/v1/batches/1/commit"),
+    ("PUT", "/v1/servers/a"),
+    ("DELETE", "/v1/servers/a"),
 ]
 FOREIGN = [
     {"Origin": "http://evil.test"},

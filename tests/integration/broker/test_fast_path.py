@@ -119,12 +119,13 @@ def test_pipelined_requests_are_answered_in_their_order(peer):
 
 
 @pytest.mark.parametrize("path", ["/status-env", "/livez"])
-def test_a_connection_that_was_to_be_closed_is_and_nothing_after_it_is_taken(peer, make_group, path):
+def test_a_connection_that_was_to_be_closed_is_and_nothing_after_it_is_taken(peer, legacy, make_group, path):
     late = peer.request("POST", "/scored_data", json.dumps(make_group(1)).encode())
     peer.send(peer.request("GET", path, b'{"env_id": 0}', "Connection: close"), late)
     status, headers, _ = peer.answer()
     assert (status, headers["connection"]) == (200, "close")
     assert peer.is_closed()
+    assert legacy.http.get("/status").json()["queue_size"] == 0
 
 
 def test_after_a_direct_close_nothing_is_taken(legacy, make_group):

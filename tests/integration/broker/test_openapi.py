@@ -218,7 +218,7 @@ def test_the_pages_for_readers_load_nothing_from_elsewhere(client):
 def test_the_example_of_a_body_is_understood(client, operation):
     path = operation.path.replace("{number}", "1").replace("{environment_id}", "0")
     path = path.replace("{server_id}", "a").replace("{fleet_id}", "a")
-    assert client.request(operation.method, path, json=operation.example).status_code not in {400, 413, 422}
+    assert client.request(operation.method, path, json=operation.example).status_code not in {400, 413, 422, 500}
 
 
 @pytest.mark.parametrize(("operation", "mode"), CASES)

@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from atropos_api.broker import Broker
+from atropos_api.broker import Broker, BrokerSettings
 from atropos_api.config import BrokerConfig
 from atropos_api.server.app import create_app
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
@@ -35,9 +35,10 @@ def ask_and_give_up(url, method, path, body=b"", version="1.1"):
 
 
 @pytest.fixture
-def slow_disk():
+def slow_disk(request):
     """A broker that answers a third of a second after it has taken a group."""
-    broker = Broker(MemoryLedger(), MemoryBodyLog())
+    settings = BrokerSettings(**getattr(request, "param", {}))
+    broker = Broker(MemoryLedger(), MemoryBodyLog(), settings=settings)
     broker.sync = lambda: time.sleep(0.3)
     with serve_in_thread(create_app(BrokerConfig(store="elsewhere", fsync="always"), broker)) as url:
         yield url, broker
@@ -104,14 +105,15 @@ def test_equal_losses_stand_for_one_repeat(legacy, make_group):
     assert repeats <= 1
 
 
-@pytest.mark.parametrize("legacy", [{"dedup_window": 0}], indirect=True)
-def test_the_window_of_zero_turns_recognition_off(legacy, make_group):
-    legacy.start(batch_size=4)
+@pytest.mark.parametrize("slow_disk", [{"dedup_window": 0}], indirect=True)
+def test_the_window_of_zero_turns_recognition_off(slow_disk, make_group):
+    url, broker = slow_disk
     body = json.dumps(make_group(1)).encode()
-    post_and_hang_up(legacy.url, body)
-    time.sleep(0.2)
-    legacy.http.post("/scored_data", content=body)
-    assert legacy.http.get("/v1/status").json()["counters"]["groups_duplicate_total"] == 0
+    post_and_hang_up(url, body, after_seconds=0.1)
+    time.sleep(0.5)
+    assert broker.state.counters.groups_received_total == 1, "its answer was lost, not the group"
+    httpx.post(f"{url}/scored_data", content=body)
+    assert (broker.state.queue.groups, broker.state.counters.groups_duplicate_total) == (2, 0)
 
 
 def test_a_v1_group_without_a_key_whose_answer_never_left_is_taken_once(slow_disk, make_group):

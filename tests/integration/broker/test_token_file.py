@@ -61,6 +61,8 @@ def test_a_new_token_is_taken_at_a_hangup_and_a_bad_one_changes_nothing(broker, 
     for text in ("short", "two words", ""):
         file.write_text(text)
         process.send_signal(signal.SIGHUP)
+        time.sleep(0.2)
+        assert status(url, SECOND) == 200, text
     file.unlink()
     process.send_signal(signal.SIGHUP)
     time.sleep(0.5)

@@ -208,11 +208,13 @@ async def test_results_of_an_earlier_run_in_the_same_folder_are_kept_aside(token
     assert kept == {"step-0": '"earlier/step-0"', "step-0_1": '"step-0"'}
 
 
-async def test_evaluations_come_each_so_many_steps_and_stop_training_meanwhile(tokenizer_folder, tmp_path):
+async def test_evaluations_come_each_so_many_steps(tokenizer_folder, tmp_path):
     fake = make_fake()
     env = make_env(fake, tokenizer_folder, steps_per_eval=2, eval_problems=5, data_dir_to_save_evals=str(tmp_path))
     await serve_and_train(env, fake, steps=6, batch_size=32, seconds_a_step=0.02)
-    assert len(list(tmp_path.glob("step-*/metrics.json"))) >= 2
+    steps = [int(path.parent.name.removeprefix("step-")) for path in tmp_path.glob("step-*/metrics.json")]
+    assert len(steps) >= 2
+    assert len({step // 2 for step in steps}) == len(steps), steps
 
 
 async def test_a_failing_rollout_is_tried_again_and_never_trained_as_nothing(tokenizer_folder):
@@ -282,18 +284,23 @@ async def test_a_server_without_policy_is_waited_for_with_one_request_probing(to
 
 async def test_a_timed_out_rollout_is_dropped(tokenizer_folder):
     class Slow(ArithmeticEnv):
-        calls = 0
+        slow, cut_off_at = None, ()
 
         async def collect_trajectories(self, item):
-            self.calls += 1
-            if self.calls == 1:
-                await anyio.sleep(60)
+            self.slow = self.slow or item
+            if item is self.slow:
+                try:
+                    await anyio.sleep(60)
+                finally:
+                    self.cut_off_at += (self.curr_step,)
             return await super().collect_trajectories(item)
 
     fake = make_fake()
-    env = make_env(fake, tokenizer_folder, Slow, worker_timeout=0.2)
-    batches = await serve_and_train(env, fake, steps=2, batch_size=32)
-    assert len(batches) == 2
+    env = make_env(fake, tokenizer_folder, Slow, worker_timeout=0.5)
+    batches = await serve_and_train(env, fake, steps=4, batch_size=32, seconds_a_step=0.4)
+    assert len(batches) == 4
+    assert len(env.cut_off_at) == 1, "an item that took too long is not tried again"
+    assert env.cut_off_at[0] < 3, "the end of the run, not its time limit, cut it off"
 
 
 async def test_versions_and_sampling_are_added_to_groups_put_together_by_hand(tokenizer_folder):

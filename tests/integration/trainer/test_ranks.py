@@ -110,15 +110,26 @@ def test_r12_two_ranks_train_as_one_process_by_rows_or_by_layers_and_one_goes_on
         torch.testing.assert_close(weights[1][name], tensor, rtol=0, atol=1e-6)
 
 
+def train_and_tell(settings: dict[str, Any], place: Path) -> None:
+    """Train as one rank; keep the error that ends it."""
+    try:
+        train_recorded(settings)
+    except Exception as error:
+        place.write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        raise
+
+
 def test_every_rank_is_told_why_rank_0_cannot_go_on(bench: Workbench, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"training_steps": 1, "batch_timeout": 1.0, "run_dir": tmp_path / "run"}
-    processes = []
+    places, processes = [tmp_path / f"error of rank {rank}" for rank in range(2)], []
     for rank in range(2):
         config = bench.config(
             world_size=2, trainer_rank=rank, init_method=f"file://{tmp_path / 'meeting'}", **SETTINGS, **settings
         )
-        processes.append(FORKS.Process(target=train_recorded, args=(config.model_dump(mode="json"),)))
+        processes.append(FORKS.Process(target=train_and_tell, args=(config.model_dump(mode="json"), places[rank])))
         processes[-1].start()
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [1, 1]
+    own, told = (place.read_text(encoding="utf-8") for place in places)
+    assert told == f"RanksFailed: rank 0 has failed, so rank 1 stops too: {own}"

@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 
 from atropos_api.errors import InvalidGroup, InvalidRequest
 from atropos_api.testing import make_group
-from atropos_api.wire.columns import COLUMN_ORDER, decode_head, pack_body, split_columns, unpack_body, unpack_record
+from atropos_api.wire.columns import COLUMN_ORDER, decode_head, pack_body, unpack_body, unpack_record
 from atropos_api.wire.columns_check import check_record, check_submission
-from atropos_api.wire.columns_groups import columns_to_json, encode_submission, json_to_columns
+from atropos_api.wire.columns_groups import columns_to_json, decode_group, encode_submission, json_to_columns
 from atropos_api.wire.group_json import check_group, decode_fields, finish_text
 
 EXAMPLES = int(os.environ.get("ATROPOS_PROPERTY_EXAMPLES", "100"))
@@ -128,10 +128,11 @@ def test_floats_are_written_as_python_writes_them(values):
     assert f'"inference_logprobs":[{json.dumps(exact, separators=(",", ":"))}]'.encode() in text
 
 
-BODY = encode_submission(
-    3,
-    [make_group(3, 5, version=2), make_group(2, 4, distill_token_ids=[[[1, 2]] * 4] * 2, ref_logprobs=[[0.5] * 4] * 2)],
-)
+GROUPS = [
+    make_group(3, 5, version=2),
+    make_group(2, 4, distill_token_ids=[[[1, 2]] * 4] * 2, ref_logprobs=[[0.5] * 4] * 2),
+]
+BODY = encode_submission(3, GROUPS)
 HUGE = st.sampled_from([struct.pack("<I", value) for value in (0, 3, 4, 2**16, 2**31 - 4, 2**31, 2**32 - 4, 2**32 - 1)])
 
 
@@ -186,7 +187,10 @@ def test_what_is_checked_is_what_is_kept():
     _, groups = check_submission(BODY)
     head, count, records = unpack_body(pack_body(b"{}", [finish_text(group, 1) for group in groups]))
     assert (bytes(head), count) == (b"{}  ", 2)
-    for record, group in zip(records, groups, strict=True):
+    for record, group, sent in zip(records, groups, GROUPS, strict=True):
         lengths = decode_head(record).lengths
         assert (len(lengths), sum(lengths)) == (group.size, group.token_count)
-        assert split_columns(lengths, decode_head(record).columns, record.data)["tokens"][1] >= 0
+        kept = decode_group(record)
+        for name in ("scores", *COLUMN_ORDER):
+            if name != "distill_lengths":
+                assert getattr(kept, name) == getattr(sent, name), name

@@ -57,7 +57,8 @@ def test_every_optimizer_moves_weights_and_carries_its_state_over(name: Any, dty
         return parameter, make_optimizer([parameter], OptimizerSettings(name=name, lr=1e-2))
 
     torch.manual_seed(0)
-    start, gradient = torch.randn(64, 64, dtype=dtype), torch.randn(64, 64, dtype=dtype)
+    # With the same gradient twice, the moments of an optimizer without its state would give the same step.
+    start, gradient, next_gradient = (torch.randn(64, 64, dtype=dtype) for _ in range(3))
     parameter, optimizer = make(start)
     parameter.grad = gradient.clone()
     optimizer.step()
@@ -65,7 +66,7 @@ def test_every_optimizer_moves_weights_and_carries_its_state_over(name: Any, dty
     copy, resumed = make(parameter.detach())
     resumed.load_state_dict(deepcopy(optimizer.state_dict()))
     for each, stepper in ((parameter, optimizer), (copy, resumed)):
-        each.grad = gradient.clone()
+        each.grad = next_gradient.clone()
         stepper.step()
     assert torch.equal(parameter, copy)
 

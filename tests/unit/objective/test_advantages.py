@@ -99,6 +99,7 @@ def test_equal_rewards_are_recognised_by_their_range_and_not_by_a_noisy_std() ->
 def test_signal_is_a_difference_under_a_baseline_and_any_reward_without_one() -> None:
     no_baseline = AdvantageSettings(baseline="none", norm="none")
     assert not has_signal([1.0, 1.0], NONE)
+    assert has_signal([1.0, 0.0], NONE)
     assert has_signal([1.0, 1.0], no_baseline)
     assert not has_signal([0.0, 0.0], no_baseline)
 

@@ -57,9 +57,9 @@ def test_a_shipped_run_file_is_found_by_its_name(installed: Installed, name: str
 def test_a_file_of_one_s_own_comes_before_a_shipped_one_of_that_name(installed: Installed) -> None:
     content = yaml.safe_load(RUN_FILES[0].read_text(encoding="utf-8"))
     content["trainer"]["training_steps"] = 17
-    own = installed.cwd / "own.yaml"
+    own = installed.cwd / RUN_FILES[0].stem
     own.write_text(yaml.safe_dump(content), encoding="utf-8")
-    shown = installed.run("atropos-grpo-run", "--config", "own.yaml", "--dry-run")
+    shown = installed.run("atropos-grpo-run", "--config", own.name, "--dry-run")
     own.unlink()
     assert "training_steps: 17" in shown.stdout, shown.stderr
 

@@ -288,13 +288,15 @@ async def test_what_is_decoded_beside_lapses_aborts_and_publishes_is_stamped_wit
     fence, engine, gate, header
 ):
     """The weights are one number, which a step reads; it must not change while the engine runs."""
-    weights, wrong = [1], []
+    weights, wrong, seen = [1], [], set()
+    engine._step_seconds = 0.002  # without a pause between its steps a request would end within one version
 
     async def ask():
         await gate.enter()
         read = []
-        spans = await engine.decode(40, lambda start, end: read.extend(weights * (end - start)))
+        spans = await engine.decode(200, lambda start, end: read.extend(weights * (end - start)))
         gate.leave()
+        seen.update(stamped for _, _, stamped in spans)
         wrong.extend(read[at] for start, end, stamped in spans for at in range(start, end) if read[at] != stamped)
 
     await publish(fence, header, 1)
@@ -312,6 +314,7 @@ async def test_what_is_decoded_beside_lapses_aborts_and_publishes_is_stamped_wit
         await asyncio.sleep(0.01)
     await asyncio.gather(*asking)
     assert wrong == []
+    assert seen >= {2, 3, 4, 5, 6}
     assert fence.policy_version == 6
 
 

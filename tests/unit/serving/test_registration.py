@@ -190,14 +190,9 @@ async def test_cut_off_it_refuses_before_the_broker_lists_it_as_gone(scene, make
     server = make()
     await serving(scene, server)
     scene.connected = False
-    refused_at = None
     while scene.state == "serving":
         await server.renew()
         scene.now += 0.1
-        if refused_at is None and refusal(server) is not None:
-            refused_at = scene.now
-    assert refused_at is not None
-    assert refused_at <= scene.now
     assert refusal(server) == (503, "no-lease")
 
 
@@ -319,8 +314,9 @@ async def test_an_end_does_not_wait_for_a_broker_that_is_not_there(scene, make, 
     await server.renew()
     scene.connected, scene.failure = False, kind("nothing answers")
     await server.renew()
-    await server.drain()
-    await server.leave()
+    async with asyncio.timeout(5):
+        await server.drain()
+        await server.leave()
 
 
 async def test_a_server_whose_engine_does_not_answer_gives_up_its_lease(scene, make):

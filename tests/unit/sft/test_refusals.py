@@ -213,4 +213,4 @@ def test_fit_auto_chooses_what_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
     argv = ["--model-name", str(tmp_path), "--dataset", "none.jsonl", "--save-path", str(tmp_path / "out")]
     assert run([*argv, "--gpu-memory-gb", "80", "--optimizer", "adamw", "--fit", "auto", "--dry-run"]) == 0
     chosen = json.loads(capsys.readouterr().out)
-    assert (chosen["optimizer"], chosen["master_weights"]) != ("adamw", "fp32")
+    assert (chosen["optimizer"], chosen["gradient_checkpointing"]) == ("adamw_8bit", True), "as the refusal proposes"

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -25,6 +26,7 @@ def makes(monkeypatch):
 
     def make(task, seed, target):
         made.append((task, seed))
+        time.sleep(0.05)  # another that wants it comes meanwhile
         target.mkdir()
         (target / cache.WEIGHTS_FILE).write_bytes(b"weights")
         write_report(target, BaseReport(task, seed, "hash", 0.25, 0.05, 13.0, 25.0, "key"))

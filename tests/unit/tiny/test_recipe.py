@@ -78,7 +78,11 @@ def test_moods_are_even_for_each_first_digit():
 def test_the_rate_rises_and_falls_to_a_twentieth():
     rates = [rate_fraction(step, 280) for step in range(280)]
     assert rates[0] == 0.05
-    assert max(rates) == rates[19] or max(rates) > 0.9
+    highest = rates.index(max(rates))
+    assert rates[highest] > 0.9
+    assert rates[:highest] == sorted(rates[:highest])
+    assert rates[highest:] == sorted(rates[highest:], reverse=True)
+    assert rates[9] == 0.5, "linear from the first step on"
     assert rates[-1] == pytest.approx(0.05, abs=0.01)
 
 

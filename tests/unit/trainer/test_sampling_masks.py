@@ -202,6 +202,7 @@ def test_a_token_without_its_mask_does_not_clip_or_scale_the_tokens_that_have_th
     assert logprobs.grad is not None
     sharp = known(batch) & (prepared.advantages != 0)
     alone = (batch.targets.sequences[:, None] == batch.targets.sequences[~known(batch)]).any(1)
+    assert (sharp & alone).any()
     for tokens in (sharp & ~alone, sharp & alone):
         if tokens.any():
             ratios = -logprobs.grad[tokens] / prepared.advantages[tokens]

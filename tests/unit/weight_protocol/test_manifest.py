@@ -201,6 +201,10 @@ def test_a_server_removes_its_own_manifest_only(tmp_path):
 
 
 def test_start_times_name_processes():
-    assert process_start_time(os.getpid()) == process_start_time(os.getpid())
+    own = process_start_time(os.getpid())
+    assert process_start_time(os.getpid()) == own
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as later:
+        assert process_start_time(later.pid) > own
+        later.kill()
     assert process_start_time(2**22 + 1) is None
     assert Path("/proc/1").exists() is (process_start_time(1) is not None)

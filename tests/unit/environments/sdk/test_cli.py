@@ -3,7 +3,6 @@
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -148,8 +147,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, words):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_help_is_fast_and_loads_nothing_heavy():
-    started = time.process_time()
+def test_help_loads_nothing_heavy():
     probe = (
         "import sys; from environments.arithmetic_server import ArithmeticEnv\n"
         "try: ArithmeticEnv.cli()\n"
@@ -160,7 +158,6 @@ def test_help_is_fast_and_loads_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", probe, "serve", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--env.task" in done.stdout
-    assert time.process_time() - started < 1
 
 
 def test_every_environment_needs_only_three_methods():

@@ -58,13 +58,17 @@ async def test_an_outage_is_waited_out(outage):
 
 
 async def test_during_an_outage_only_one_request_probes():
-    transport = Scripted(*[ConnectionRefusedError("refused")] * 53)
+    transport = Scripted(*[ConnectionRefusedError("refused")] * 10_000)
     line = channel(transport)
     async with anyio.create_task_group() as group:
         for _ in range(50):
             group.start_soon(line.post, URL, b"{}", "train")
-    # All fifty saw the failure once, one went on asking, then each asked once more.
-    assert transport.asked <= 50 + 3 + 50
+        await anyio.sleep(0.6)
+        during = transport.asked
+        transport.outcomes.clear()
+    # All fifty saw the failure once, one went on asking (three times on an idle machine), then each asked once more.
+    assert 50 < during < 70
+    assert transport.asked <= during + 50
 
 
 async def test_waiting_has_an_end_that_names_the_server():

@@ -1,10 +1,18 @@
 """The arithmetic tasks: right answers, fair grading, and evaluation problems that training never sees."""
 
+import random
 from itertools import islice
 
 import pytest
 
-from environments.tasks.arithmetic import TASK_NAMES, extract_answer, grade, held_out_problems, problem_stream
+from environments.tasks.arithmetic import (
+    TASK_NAMES,
+    extract_answer,
+    grade,
+    held_out_problems,
+    make_problem,
+    problem_stream,
+)
 
 
 @pytest.mark.parametrize("task", TASK_NAMES)
@@ -25,8 +33,12 @@ def test_no_training_problem_is_held_out_and_every_evaluation_problem_is(task):
     assert training.isdisjoint({problem.steps for problem in held_out})
 
 
-def test_one_problem_in_ten_is_held_out():
-    drawn = list(islice(problem_stream("chain", seed=5, split="eval"), 200))
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_one_problem_in_ten_is_held_out(task):
+    chance = random.Random(5)
+    held_out = sum(make_problem(task, chance).held_out for _ in range(3000))
+    assert held_out / 3000 == pytest.approx(0.1, abs=0.015)
+    drawn = islice(problem_stream(task, seed=5, split="eval"), 200)
     assert all(problem.held_out for problem in drawn)
 
 
