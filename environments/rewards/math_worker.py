@@ -137,8 +137,8 @@ _LABEL = re.compile(rf"^(?:{_WORDS})?\s*(?!(?:Minus|Negative)\b)([A-Z][a-z]{{2,2
 _HALF_DAY = re.compile(rf"\d[\s}}\\!,;:~]*(?:{_WORDS}\s*)?([ap])\.?\s?m\b", re.IGNORECASE)
 """The a or p of a.m. and p.m."""
 _CLOCK = re.compile(r"(\d{1,2})(?::(\d\d))?([ap]m)?", re.ASCII)
-_CLOCK_MARKUP = re.compile(r"\\(?:text|mbox|mathrm)|\\[!,; ]|[\s{}$~.]")
-"""All that may stand in a time of day besides its digits, colon and letters."""
+_CLOCK_MARKUP = re.compile(r"\\(?:text|mbox|mathrm)|\\[!,; ]|[\s{}$~]|(?<!\d)\.|\.$")
+"""All that may stand in a time of day besides its digits, colon and letters; `3.5 pm` is a length."""
 _QUALIFIED = re.compile(
     r"\b(?:not|never|least|most|than|under|below|above|exceed(?:s|ing)?|twice|double|triple|except|divisible by"
     r"|(?:multiples?|factors?|divisors?|powers?|half|squares?|cubes?|roots?) of)[\s}$\\(]{0,9}\d"
@@ -356,12 +356,11 @@ def plain(text: str) -> str:
     text = _POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text).replace("°", "^\\circ ").replace("∞", "\\infty ")
     text = _BARE_NAME.sub(r"\\\g<0>", _UNIT.sub("", text.replace("\\$", "").replace("\\varnothing", "\\emptyset")))
     text = _ROMAN.sub(lambda letter: letter[1] or letter[2], _SPACING.sub(" ", text)).strip()
-    text = _IMAGINARY.sub("{i}", text)
     text = _ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", text)
     wrapped = _TEXT.fullmatch(text) or _WRAPPED.fullmatch(text) or _EMPHASIS.fullmatch(text)
     if wrapped:
         text = wrapped[wrapped.lastindex or 0].strip()
-    return exact_side(_PERIOD.sub("", _INTRODUCED.sub("", text)))
+    return exact_side(_IMAGINARY.sub("{i}", _PERIOD.sub("", _INTRODUCED.sub("", text))))
 
 
 def rewritten_numbers(text: str) -> str:

@@ -132,9 +132,10 @@ class RolloutRunner:
                             await self._env.handle_send_to_api(finished, drawn.item)
             finally:
                 await self._clean_up(drawn)
+            waiting = list(more)  # raises, before a group is saved, where the environment's own code gave no list
             for group in buffer.accepted:
                 self._delivery.save(group)  # if this fails, nothing of the item is kept, so that it can be tried again
-            self.backlog.extend(more)
+            self.backlog.extend(waiting)
             if not finished and not buffer.accepted:
                 return None
             self._dispatch(drawn, buffer)

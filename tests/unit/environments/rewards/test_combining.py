@@ -252,7 +252,8 @@ def test_a_manager_takes_a_plain_function(caplog):
 
 
 def test_a_manager_whose_metrics_are_never_asked_for_keeps_the_newest_scores(monkeypatch):
-    monkeypatch.setattr("environments.rewards.combine.KEPT_SCORES", 4)
+    # The function `combine` of the package hides the module.
+    monkeypatch.setattr(sys.modules["environments.rewards.combine"], "KEPT_SCORES", 4)
     manager = RewardManager(
         CombinedReward([WeightedReward("length", length), WeightedReward("one", constant(1.0), 0.0)])
     )
