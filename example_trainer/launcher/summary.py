@@ -34,9 +34,9 @@ WINDOW_STEPS = 5
 GOOD_REWARD = 0.9
 GOOD_REWARD_WINDOW_STEPS = 3
 SHOWN_WITHOUT_SIGNAL = 0.5
+"""Share of sequences without a learning signal above which the table shows it."""
 MOST_STEPS_NAMED = 10
 """A value near its limit may make a sign every other step of a long run."""
-"""Share of sequences without a learning signal above which the table shows it."""
 SUMMARY_NAME = "summary.json"
 
 

@@ -189,7 +189,11 @@ async def hand_over(
             mid_request = seconds >= drain_seconds or is_drained()
             ready = [each for each in unpassed if each.can_be_passed(mid_request=mid_request)]
             for first in range(0, len(ready), _MOST_AT_ONCE):
-                await _send(channel, _detach(ready[first : first + _MOST_AT_ONCE]))
+                # While the ones before were sent, a client may have left, or have asked what must be answered here.
+                still = [
+                    each for each in ready[first : first + _MOST_AT_ONCE] if each.can_be_passed(mid_request=mid_request)
+                ]
+                await _send(channel, _detach(still))
             await asyncio.sleep(_LOOK_SECONDS)
         await _writable(channel)
         channel.send(DONE)

@@ -1,4 +1,4 @@
-"""What the launcher keeps of a run stays small however long the run is, and so does the reading of its files."""
+"""The launcher keeps little of a run in memory however long the run is, and reads its files a line at a time."""
 
 from __future__ import annotations
 

@@ -278,6 +278,28 @@ async def test_connections_that_were_to_be_given_end_although_no_descriptor_is_l
     await asyncio.wait(readings)
 
 
+async def test_a_client_that_leaves_while_others_are_given_keeps_none_of_them_back(monkeypatch):
+    send = handover._send
+
+    async def send_while_the_others_leave(channel, passed):
+        await send(channel, passed)
+        for each in both.old.server.server_state.connections:
+            each.transport.abort()
+        await settle()
+
+    monkeypatch.setattr(handover, "_MOST_AT_ONCE", 1)
+    monkeypatch.setattr(handover, "_send", send_while_the_others_leave)
+    async with Replacement() as both:
+        for _ in range(2):
+            reader, writer = await both.connect()
+            writer.write(request())
+            assert await answer(reader) == 1
+        arrival = asyncio.ensure_future(receive_connections(both.channel.receiver))
+        assert await both.old.hand_over(both.channel.sender)
+        (given,) = await asyncio.wait_for(arrival, 10)
+        given.connection.close()
+
+
 async def test_encrypted_connections_are_neither_given_nor_waited_for(monkeypatch):
     async with Replacement() as both:
         monkeypatch.setattr(Connection, "can_ever_be_passed", False)
