@@ -64,7 +64,7 @@ def save_checkpoint(
 ) -> Path:
     """Write `checkpoint-<step>` under `root` and point `latest` to it; prune to `keep_last` when that is set.
 
-    Raises `CheckpointError` if the disk refuses; earlier checkpoints are then unchanged.
+    Raises `CheckpointError` if the files cannot be written; earlier checkpoints are then unchanged.
     """
     target = root / f"{PREFIX}{state.step}"
     tensors = {"optimizer": optimizer.state_dict(), "random": random, "objective": objective}
@@ -255,9 +255,9 @@ def remembered(steps_by_version: Mapping[int, int]) -> dict[str, int]:
 def _newest_first(root: Path) -> list[Path]:
     """Return the checkpoints, highest step first; those of higher steps than `latest` points to come after all others.
 
-    A resume that went back has left them, and a kill just before the link was moved costs only the steps since the
-    checkpoint before, which the broker still has. The files' times do not tell which it was: a copy of the run has new
-    ones, and a clock may be set back.
+    Those were left by a resume from an earlier step, or by a kill just before `latest` was moved. The second case costs
+    only the steps since the checkpoint before, whose batches the broker still has. The files' times cannot tell the two
+    cases apart: a copy of the run has new times, and a clock may be set back.
     """
     found, link = list_checkpoints(root)[::-1], root / LATEST
     last = _NAME.fullmatch(link.readlink().name) if link.is_symlink() else None

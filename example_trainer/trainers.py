@@ -200,7 +200,7 @@ class Trainer:
             for mini_batch in training.batch.mini_batches:
                 gradients = learner.accumulate(training.batch, mini_batch)
                 with clock.waiting():
-                    self._post_step.wait()  # no weight moves while the last publish reads it
+                    self._post_step.wait()  # weights must not change while the last publish reads them
                 learner.apply(gradients)
             metrics = self._train_step.finish(training)
         clock.trained()

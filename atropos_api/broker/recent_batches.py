@@ -1,7 +1,7 @@
-"""The newest groups handed out to trainers, and what trainers said about their tokens: kept in memory, for the page.
+"""The newest groups handed out to trainers, and the trainers' reports on their tokens: kept in memory, for the page.
 
-The store forgets a batch once a checkpoint covers it. People look at rollouts later than that, so the bodies that were
-read for a delivery anyway are kept here, up to a number of bytes; the oldest batches go first.
+The store drops a batch once a checkpoint covers it. People look at rollouts later than that, so the bodies that were
+read for a delivery anyway are kept here, up to a number of bytes; the oldest batches are dropped first.
 """
 
 from __future__ import annotations

@@ -371,7 +371,7 @@ def _assign(values: dict[str, Any], option: Option, given: object) -> None:
 
 
 def _is_other_form(place: Sequence[int | str], problems: Iterable[Mapping[str, Any]]) -> bool:
-    """Return True if the value at `place` does not fit this form of a union, while another form fits deeper."""
+    """Return True if the value at `place` failed this member of a union at once, and another member only deeper."""
     deeper = (other["loc"] for other in problems if len(other["loc"]) > len(place))
     return _is_form(place[-1:]) and any(tuple(other[: len(place) - 1]) == tuple(place[:-1]) for other in deeper)
 

@@ -1,6 +1,6 @@
 """The options by which a program is observed, apart from their defaults: logs, traces and metrics.
 
-Programs declare `log_format: LogForm = "text"` and so on; the launcher hands its own on to all of them.
+Programs declare `log_format: LogForm = "text"` and so on; the launcher passes its own values to all of them.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Option:
             group.add_argument(*negated, dest=self.path, action="store_const", const="false", help=argparse.SUPPRESS)
         elif self.kind in {"list", "json"}:
             shown = "KEY=VALUE" if self.kind == "json" else metavar
-            # A flag that is repeated adds to its list: a value that was given first would be lost without a word.
+            # A flag that is repeated adds to its list: a value that was given first would be dropped without an error.
             group.add_argument(*self.flags, dest=self.path, nargs="+", action="extend", metavar=shown, help=text)
         else:
             group.add_argument(*self.flags, dest=self.path, metavar=metavar, help=text)

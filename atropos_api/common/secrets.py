@@ -1,9 +1,10 @@
 """Secrets are kept out of everything that is written down: records, logs, error lines and command lines.
 
 Options declared by a model are secret if declared so, with `Field(..., json_schema_extra=SECRET)`. Keys that no model
-here declares, because they are passed on to vLLM or to an environment, are judged by their names, and texts by their
-form. Settings lose the key; texts show `***` in place of the value. `TokenSource` can read a token from a file of its
-own: it is then in no command line and no environment variable, and can be replaced while programs run.
+here declares, because they are passed on to vLLM or to an environment, are recognised by their names, and those in
+texts by their form. The key is removed from settings; texts show `***` in place of the value. `TokenSource` can read a
+token from a file of its own: it is then in no command line and no environment variable, and can be replaced while
+programs run.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class TokenAmbiguous(AtroposError):
 
 
 class TokenSource:
-    """The token that a program shows: it comes from a value or from a file, and a file can be read again.
+    """The token by which a program proves its rights: from a value, or from a file that can be read again.
 
     `flag` is the option that named the file, for messages; they never show what the file holds.
     """

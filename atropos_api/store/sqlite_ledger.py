@@ -72,7 +72,7 @@ CREATE TABLE expected (fingerprint BLOB PRIMARY KEY, count INTEGER) WITHOUT ROWI
 INSERT INTO unanswered SELECT seq FROM groups WHERE key_id = 0 AND seq > (SELECT answered_seq FROM places);
 ALTER TABLE places DROP COLUMN answered_seq;
 """,
-    5: "",  # `next_seq` is behind while there are groups, which an older release would not expect
+    5: "",  # the number alone: `next_seq` is not written by each submission, which an older release would not expect
     6: """
 CREATE TABLE IF NOT EXISTS metric_names (run_id TEXT PRIMARY KEY, names BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS metrics (
@@ -211,7 +211,7 @@ class SqliteLedger:
 
     def drop_groups(self, seqs: Sequence[int]) -> None:
         with self.transaction():
-            # Written only here, because that would slow a submission down: the groups that are stored imply it as well.
+            # Not written by each submission, which it would slow down: while groups are stored, it follows from them.
             self._execute("UPDATE places SET next_seq = max(next_seq, coalesce((SELECT max(seq) FROM groups), 0) + 1)")
             self._execute_many("DELETE FROM groups WHERE seq = ?", [(seq,) for seq in seqs])
 
@@ -344,7 +344,7 @@ class _Transaction:
 class OpenedFiles:
     """Files that SQLite has open: it goes on writing to one that is removed or replaced, and all of that would be lost.
 
-    Neither of its files ever gets smaller by itself, so one that did was cut.
+    SQLite never makes these files shorter, so one that is shorter was cut by another program.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:

@@ -48,13 +48,14 @@ OPTIONAL_PER_SEQUENCE: Final = (
 """The optional keys that have one entry per rollout, as `tokens`, `masks` and `scores` have."""
 
 MOST_MASK_TOKENS: Final = 255
-"""Most tokens of a sampling mask. A wider one would cost the trainer more memory than the token's ratio is worth."""
+"""Most tokens of a sampling mask. A wider one would take too much of the trainer's memory."""
 MOST_TEACHER_TOKENS: Final = 1024
-"""Most tokens that a teacher names at a position. A trainer holds as many for every token of the batch: one position
-with 150,000, which is 1 MB here, would be gigabytes there, again after each resume."""
+"""Most tokens that a teacher names at a position. A trainer pads all positions of a batch to the widest one: a single
+position with 150,000 tokens, 1 MB of a request, would take gigabytes in the trainer, again after each resume."""
 
 ABSENT: Final = "absent"
-"""Key of `overrides`, true for the row of a rollout without which its group was closed: not trained and not counted."""
+"""Key of `overrides`, true for the row in place of a rollout that had not ended when its group was closed: it is not
+trained and not counted."""
 
 
 class Group(msgspec.Struct, kw_only=True):

@@ -333,7 +333,7 @@ def _complete(group: Group, sample_log: SampleLog) -> None:
 
 
 def _mark_sampling(group: Group, sample_log: SampleLog) -> None:
-    """Mark the rollouts that were sampled otherwise than the group says: its parameters are those of one of them.
+    """Mark the rollouts whose sampling parameters differ from the group's, which are those of its first rollout.
 
     The trainer reads a temperature per rollout, and truncated sampling per group.
     """

@@ -102,7 +102,7 @@ def sum_over_shards(values: Tensor, parameter: Tensor, dims: Sequence[int]) -> T
 
 @dataclass(frozen=True, slots=True)
 class StateShards:
-    """The layout of a state tensor: `kept` names the parameter's dimension behind each of its own.
+    """The layout of a state tensor: its dimension i corresponds to the parameter's dimension `kept[i]`.
 
     The last dimension may have another length than the parameter's (`last_length` per rank), as blocks of values have.
     """

@@ -165,7 +165,8 @@ class TrackioTracker:
 class TensorBoardTracker:
     """Writes event files for TensorBoard into `directory` (`--tensorboard`).
 
-    The first step that is logged hides this and later steps of the processes before, which a resume trains again.
+    The first step that is logged hides this and later steps that earlier processes wrote, since a resume trains those
+    again.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -295,7 +296,7 @@ def _naming(path: str | Path) -> Iterator[None]:
 def _keep_steps_up_to(path: Path, step: int) -> None:
     """Remove the lines of later steps, and one that was cut short.
 
-    One line is in memory at a time: the hundred thousand steps of a run of weeks took gigabytes beside the model.
+    One line is in memory at a time: 100,000 steps at once would take gigabytes beside the model.
     """
 
     def write(partial: Path) -> None:

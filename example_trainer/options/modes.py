@@ -1,8 +1,8 @@
 """The weight sync modes: a row describes each mode, and all other code reads that row.
 
 A further mode is a row here and a bridge in `weights/`, which `weights/factory.py` names, there also for
-`--registered-servers`. `shared_vllm` with `--num-inference-nodes` is the broadcast of `weights/broadcast.py`: the same
-mode, with servers that share no memory.
+`--registered-servers`; two help texts name all modes, in `publish.py` and `launcher/run_file.py`. `shared_vllm` with
+`--num-inference-nodes` is the broadcast of `weights/broadcast.py`: the same mode, with servers that share no memory.
 This module loads no torch.
 """
 

@@ -2,5 +2,5 @@
 
 In reading order: `child` (one program, or one server), `program_log`, `tree` (its descendants), `die_with_parent` (a
 program that ends with its parent), `ports` (ports and listening sockets), `cleanup`, `scratch` (temporary directories),
-`gpus` (their names and their room). It may import `errors` and the broker's `common`.
+`gpus` (their names and free memory). It may import `errors` and the broker's `common`.
 """

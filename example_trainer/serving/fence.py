@@ -1,6 +1,6 @@
 """The fence around a change of weights: no token is ever sampled from a mixture of two versions.
 
-A publish closes the gate, gives running requests a moment to end (`drain.py` says how long, unless the trainer does),
+A publish closes the gate, gives running requests some time to end (by `drain.py`, unless the trainer says how long),
 pauses the rest and drops their computed KV; then the trainer writes, and the end of the publish stamps the new version,
 resumes the engine and opens the gate. The pause is a lease. If the trainer stops renewing it, the header of the shared
 tensors shows the state of the weights: if they are whole, the server resumes under the version in the header; if they
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
 QUIET_SECONDS = 10.0
-"""Time in which the engine has no request and generates nothing, after which those inside only wait for their clients:
-between two calls of the engine, a request that makes many has a tool run."""
+"""Time without work in the engine after which a drain ends: the open requests then only wait for their clients. It is
+longer than a tool call that a request makes between two generations."""
 
 
 class Engine(Protocol):
@@ -85,7 +85,7 @@ class Fence:
         self.fence_seconds = 0.0
         """Time for which publishes have held new requests since the start."""
         self.expected_loss_seconds = self.loss_seconds = 0.0
-        """Generation time that publishes have cost since the start, as planned and as measured, if `auto` chose."""
+        """Generation time that publishes under `auto` have cost since the start, as planned and as measured."""
         self._update_gate()
 
     @property

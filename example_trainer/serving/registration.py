@@ -1,10 +1,10 @@
 """The registration of this server at a broker: it keeps a lease, and decides if requests for tokens may be answered.
 
-The broker lists the server for environments and trainers. Only while the broker says `serving` and the lease has not
-ended does the server answer requests; before that only a trainer's, which carry the bridge token and prove that it has
-the policy's weights. The lease is counted from before each renewal by a clock that goes on while the process is
-stopped, so it ends here before it ends at the broker, and a server that was stopped notices before it answers. A lease
-that has ended is given up for a new one, under which the server joins again.
+The broker lists the server for environments and trainers. The server answers requests only while the broker says
+`serving` and the lease has not ended; before that it answers only a trainer's, which carry the bridge token and prove
+that it has the policy's weights. The lease is counted from before each renewal by a clock that goes on while the
+process is stopped, so it ends here before it ends at the broker, and a server that was stopped notices before it
+answers. A lease that has ended is given up for a new one, under which the server joins again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ANSWER_SECONDS = 3.0
 RETRY_SECONDS = 0.5
 LEAVE_SECONDS = 1.0
 PATIENCE_SECONDS = 20.0
-"""Silence of the engine after which the lease is not renewed any more: no client could get tokens here."""
+"""Time without an answer of the engine after which the lease is not renewed: no client could get tokens here."""
 
 _REFUSED_FOR_GOOD = frozenset({401, 403, 404, 422})
 
@@ -70,9 +70,10 @@ class Load:
 
 
 def announce_start(broker_url: str, identity: RegistrationIdentity, token: TokenSource) -> None:
-    """Register the server as one that loads its model; a broker that does not answer is told later.
+    """Register the server as one that loads its model; if the broker does not answer, it is registered
+    once it has loaded.
 
-    Raise `CannotServe` for a broker that cannot exist or does not accept the token.
+    Raise `CannotServe` if the broker's host does not exist, or if the broker does not accept the token.
     """
     report = _report(identity, identity.first_lease_id, ready=False)
     with BrokerClient(broker_url, token=token, timeout_seconds=LEAVE_SECONDS, retry_seconds=0.0) as broker:
@@ -127,7 +128,7 @@ class Registration:
         self._has_failed = False
         """True from a renewal that failed until one succeeds."""
         self._failure = ""
-        """The failure that was logged; it is logged again after a renewal that waited was answered in time."""
+        """The failure that was logged last; it is not logged again before a renewal that waits has succeeded."""
 
     def check(self) -> None:
         """Raise the refusal of a request for tokens, if it may not be answered now."""
@@ -197,7 +198,8 @@ class Registration:
     def _wait_seconds(self, now: float) -> float:
         """Return how long a renewal may wait for a change, so that there is time for one more if its answer is lost.
 
-        The lease's age at this call is the time that the last renewal has waited. After a failure it must not wait.
+        The lease is counted from before a renewal, so the time that the last one waited is already used. After a
+        failure the next one must not wait.
         """
         if self.state is None or self._has_failed:
             return 0.0

@@ -73,7 +73,7 @@ def wait_for(poll: Callable[[], T], *, what: str, timeout_seconds: float, should
 def check_host(url: str, flag: str) -> None:
     """Raise `ServerUnavailable` for a host name that does not exist: waiting does not correct a typing mistake.
 
-    A name server that does not answer passes, and is waited for with the server.
+    It is no error if the name server does not answer: the caller waits for it as for the server.
     """
     host = urlsplit(url).hostname or ""
     try:
@@ -94,7 +94,7 @@ _SLOW_SECONDS = 600.0  # a broadcast of a large model, a probe on a slow machine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerInfo:
-    """The answer of `/bridge/info`; what a server does not say has its default here."""
+    """The answer of `/bridge/info`; fields that it lacks keep their defaults."""
 
     model: str = ""
     boot_id: str = ""

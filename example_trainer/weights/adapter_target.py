@@ -133,7 +133,7 @@ class StockServer:
     def identify(self) -> ServerIdentity:
         """Return the newest version that is loaded, also one that an earlier run has left there.
 
-        Under a name that is taken vLLM keeps that run's adapter, so versions go on above it.
+        vLLM does not replace an adapter whose name is in use, so new versions must be higher.
         """
         listed = self._listed()
         names = (_VERSIONED_NAME.fullmatch(str(entry.get("id"))) for entry in listed)

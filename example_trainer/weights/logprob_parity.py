@@ -2,7 +2,7 @@
 
 The server samples continuations of fixed random prompts and reports their logprobs; the trainer computes those of the
 same tokens, with the head of its training forward (`token_logprobs`, in fp32). A wrong slice, a stale cache, rotary
-frequencies without their scaling, a missing tensor: each changes them by far more than rounding does.
+frequencies without their scaling or a missing tensor change them by far more than rounding does.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ TOLERANCES: Mapping[torch.dtype, Difference] = {
     torch.bfloat16: Difference(maximum=5e-2, mean=5e-3),
 }
 
-# Of 2,048 sampled tokens the worst is one for which the model is ill-conditioned, and the sampled tokens are random: on
-# the demo's base the trainer alone is off by 2e-5 to 5e-5 there, and both sides together exceeded 1e-4 in one of 40
-# starts.
+# Limits as multiples of the trainer's own rounding error. That of the maximum is wide, because the worst of 2,048
+# random tokens is one for which the model is ill-conditioned: on the demo's base the trainer alone is off by 2e-5 to
+# 5e-5 there, and both sides together exceeded 1e-4 in one of 40 starts.
 _TIMES_OWN_ROUNDING = Difference(maximum=5.0, mean=2.0)
 # For runs in which the rounding is not measured: in bf16, the logprobs of the demo's base differed from its server's by
 # at most 0.27 and by 8.9e-3 in the mean, and from its own in fp32 by at most 0.36.

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class Limit:
-    """A first-come limit of requests in flight: it can change while requests wait, and a free place costs no task
-    switch.
+    """A limit of requests in flight, in order of arrival: it can change while requests wait, and a free place costs no
+    task switch.
     """
 
     def __init__(self, most: int) -> None:

@@ -122,7 +122,7 @@ SGLANG_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", 
 
 
 def _parameters(sampling: Sampling) -> dict[str, Any]:
-    """Return the sampling parameters by SGLang's names; without a limit of tokens null, since it would sample 128."""
+    """Return the sampling parameters by SGLang's names; no limit of tokens is null, since its default is 128."""
     return {SGLANG_NAMES.get(name, name): value for name, value in sampling.payload().items()}
 
 

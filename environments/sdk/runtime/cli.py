@@ -331,7 +331,7 @@ async def _unless_stopped(work: Coroutine[Any, Any, int | None], stop: StopReque
     finally:
         stopped.cancel()
         task.cancel()
-        with anyio.CancelScope(shield=True):  # the broker may have refused to name more servers, which cancels this
+        with anyio.CancelScope(shield=True):  # this is cancelled if following the registry has failed
             await asyncio.wait({task})
 
 

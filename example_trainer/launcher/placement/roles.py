@@ -1,7 +1,7 @@
-"""The protocol between a launch and what places its programs: roles that are asked for, seats that are given.
+"""The protocol between a launch and what places its programs: a launch asks for roles, and gets seats.
 
-A *role* is one program, or a gang: several processes of one program, such as the ranks of a trainer, that live and end
-together. A *seat* is the part of a node that one process of a role has got, with a supervisor of its own. Programs
+A *role* is one program, or a gang: several processes of one program, such as the ranks of a trainer, that start and
+end together. A *seat* is the part of a node that one process of a role has got, with a supervisor of its own. Programs
 without a role run beside the launcher.
 """
 
@@ -47,7 +47,7 @@ class ProgramState:
 
     exit_code: int | None = None
     loss: str | None = None
-    """The long-lived process that it has lost while it runs on."""
+    """The name of a child process that has ended although this one still runs and needs it; None if there is none."""
 
 
 class Seat(Protocol):
