@@ -1,7 +1,8 @@
 """The record of a stage of `make test-all`, and the pytest plugin that writes it.
 
 The record is a file with one JSON object a line: the commit, then the beginning of each call of pytest and each test as
-it ends. A call at the same commit leaves out what has passed before, so that hours of tests may be interrupted.
+it ends. A call at the same commit leaves out what has passed before, so that hours of tests may be interrupted. Beside
+it is a file with the tracebacks, since pytest prints them only when all tests of the stage have ended.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class Record:
 
     def __init__(self, path: Path, commit: str = "") -> None:
         self._path = path
+        self._tracebacks = path.with_suffix(".failed.txt")
         self.outcomes: dict[str, tuple[str, str]] = {}
         """By test: the outcome, and the reason of a skip."""
         self.seconds = 0.0
@@ -33,6 +35,7 @@ class Record:
             self._take(lines[1:])
         else:
             path.write_text(json.dumps({"commit": commit}) + "\n")
+            self._tracebacks.unlink(missing_ok=True)
 
     @property
     def counts(self) -> Counter[str]:
@@ -50,6 +53,11 @@ class Record:
         """Append a line, and the time."""
         with self._path.open("a") as file:
             file.write(json.dumps(line | {"at": time.time()}) + "\n")
+
+    def add_traceback(self, test: str, text: str) -> None:
+        """Append why a test has failed to the file beside the record."""
+        with self._tracebacks.open("a", encoding="utf-8") as file:
+            file.write(f"{test}\n{text}\n\n")
 
     def _read(self) -> list[dict[str, Any]]:
         """Return the lines; half a one at the end, of a call that was killed, is cut off."""
@@ -96,6 +104,8 @@ class Recorder:
     def _add(self, report: pytest.TestReport | pytest.CollectReport, outcome: str) -> None:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
         self._record.add({"test": report.nodeid, "outcome": outcome, "reason": reason.removeprefix("Skipped: ")})
+        if outcome not in {"passed", "skipped"}:
+            self._record.add_traceback(report.nodeid, report.longreprtext)
 
 
 class LeaveOut:

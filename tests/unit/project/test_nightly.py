@@ -88,6 +88,7 @@ def test_a_second_call_at_the_same_commit_runs_what_has_not_passed(tmp_path: Pat
         return Record(path, "3f2a")
 
     assert call().counts == {"passed": 1, "failed": 1, "skipped": 1}
+    assert 'assert "MENDED" in os.environ' in (tmp_path / "record.failed.txt").read_text()
     with path.open("a") as file:
         file.write('{"test": "test_three.py::test_o')  # as a kill leaves it
     record = call(MENDED="1")
@@ -96,6 +97,7 @@ def test_a_second_call_at_the_same_commit_runs_what_has_not_passed(tmp_path: Pat
     assert record.seconds > 0
     assert (tmp_path / "ran").read_text() == "one two two "
     assert Record(path, "77b0").counts == {}
+    assert not (tmp_path / "record.failed.txt").exists()
 
 
 def test_a_test_that_passes_and_whose_fixture_fails_is_an_error(tmp_path: Path) -> None:
