@@ -11,13 +11,6 @@ import pytest
 pytestmark = pytest.mark.vllm
 
 
-def wait_until(condition, limit_seconds=30.0):
-    deadline = time.monotonic() + limit_seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def problem_of(answer, status, kind):
     assert answer.status_code == status, answer.text
     assert answer.json()["type"].endswith(kind)
@@ -145,7 +138,7 @@ def test_r26_a_renewed_lease_does_not_lapse(shared_server):
     shared_server.bridge("publish/abort", {"publish_id": publish})
 
 
-def test_r26_a_trainer_that_wakes_after_its_lease_may_not_write(shared_server):
+def test_r26_a_trainer_that_wakes_after_its_lease_may_not_write(shared_server, wait_until):
     from example_trainer.weight_protocol.shm_header import WriteRefused
 
     version = shared_server.version
@@ -156,7 +149,7 @@ def test_r26_a_trainer_that_wakes_after_its_lease_may_not_write(shared_server):
     assert shared_server.header().state().torn is False
 
 
-def test_r26_torn_weights_are_refused_until_a_complete_publish(shared_server, reference):
+def test_r26_torn_weights_are_refused_until_a_complete_publish(shared_server, reference, wait_until):
     version = shared_server.version
     shared_server.begin(lease_seconds=0.3, drain_seconds=0)
     shared_server.header().begin_write(version + 1)  # and the trainer is killed here
