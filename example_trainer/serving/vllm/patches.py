@@ -13,6 +13,12 @@ request (xgrammar, or another if xgrammar does not support the grammar), and the
 request's choice, so the first request on a server decides which grammars it accepts. Here each library has its own
 manager. They write the same form of token mask, so one batch may mix them.
 
+`install_output_lengths` keeps the length of a request's list of outputs under asynchronous scheduling. There a new
+token stands as -1 in the list until it is needed, which is the case in steps that have a request with penalties or bad
+words. In such a step vLLM replaces all -1 of each request by the one newest token, so a list that had several lost the
+rest, and `min_tokens` excluded the stop tokens for longer than asked (5 of 20,000 answers of random requests). Here the
+list keeps its -1 in the places of the others.
+
 `install_quantised_heads` (the addition) serves a model whose output head is quantised. vLLM refuses, while it profiles
 the first batch, to compute such a head in another dtype than the model's. Here the head is computed in the model's.
 
@@ -169,6 +175,31 @@ def _gather(sampler: Any, logprobs: Any, named: dict[int, list[int]], sampled: A
         values[row, 1:end] = logprobs[row, ids]
         values[row, end:] = -torch.inf
     return LogprobsTensors(tokens, values, likely.selected_token_ranks)
+
+
+@cache
+def install_output_lengths() -> None:
+    """Wrap the update of output lists of vLLM's input batch, once per process."""
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    InputBatch.update_async_output_token_ids = keeping_output_lengths(InputBatch.update_async_output_token_ids)
+
+
+def keeping_output_lengths(update: Any) -> Any:
+    """Return `update` changed so that it shortens no list of outputs, unless tokens were guessed ahead."""
+
+    @wraps(update)
+    def updating(batch: Any) -> None:
+        sampled, lists = batch.sampled_token_ids_cpu, batch.sampling_metadata.output_token_ids
+        if sampled is None or sampled.shape[-1] != 1:  # with speculation, rejected tokens must go
+            update(batch)
+            return
+        lengths = [len(tokens) for tokens in lists]
+        update(batch)
+        for tokens, length in zip(lists, lengths, strict=True):
+            tokens[-1:-1] = [-1] * (length - len(tokens))
+
+    return updating
 
 
 def install_seeds_on_cpu() -> None:

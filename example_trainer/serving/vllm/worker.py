@@ -42,6 +42,8 @@ adapter_worker.install()
 
 patches.install_logprob_token_ids()
 
+patches.install_output_lengths()
+
 patches.install_quantised_heads()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from example_trainer.serving.engine import complete_characters, leaves_nothing
-from example_trainer.serving.vllm.patches import leaving_quantised_heads
+from example_trainer.serving.vllm.patches import keeping_output_lengths, leaving_quantised_heads
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in vLLM's imports
@@ -30,6 +30,29 @@ def test_a_quantised_head_keeps_its_own_dtype_and_says_so(quantised, computed):
             apply(processor, head, states, None)
     logits = leaving_quantised_heads(apply)(processor, head, states, None)
     assert logits.dtype == processor.head_dtype == computed
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in vLLM's imports
+def test_a_request_that_joins_does_not_shorten_the_outputs_of_others():
+    """With `min_tokens` 5 the stop tokens were excluded at the sixth token as well, since the list had lost one."""
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    def batch():
+        return SimpleNamespace(
+            sampling_metadata=SimpleNamespace(output_token_ids=[[-1, -1], [3, -1], [], [-1]]),
+            req_ids=["two steps ago", "one step ago", "new", "not in the last step"],
+            prev_req_id_to_index={"two steps ago": 0, "one step ago": 1, "new": 2},
+            sampled_token_ids_cpu=torch.tensor([[7], [8], [9]]),
+            async_copy_ready_event=SimpleNamespace(synchronize=lambda: None),
+        )
+
+    update, own, kept = inspect.unwrap(InputBatch.update_async_output_token_ids), batch(), batch()
+    update(own)
+    assert own.sampling_metadata.output_token_ids[0] == [7], "vLLM has mended it: remove the correction"
+    first = kept.sampling_metadata.output_token_ids[0]
+    keeping_output_lengths(update)(kept)
+    assert kept.sampling_metadata.output_token_ids == [[-1, 7], [3, 8], [], [-1]]
+    assert kept.sampling_metadata.output_token_ids[0] is first, "the processor of min_tokens holds this list"
 
 
 def params(**fields):
