@@ -186,12 +186,12 @@ def install_output_lengths() -> None:
 
 
 def keeping_output_lengths(update: Any) -> Any:
-    """Return `update` changed so that it shortens no list of outputs, unless tokens were guessed ahead."""
+    """Return `update` changed so that it shortens no list of outputs, except with speculative decoding."""
 
     @wraps(update)
     def updating(batch: Any) -> None:
         sampled, lists = batch.sampled_token_ids_cpu, batch.sampling_metadata.output_token_ids
-        if sampled is None or sampled.shape[-1] != 1:  # with speculation, rejected tokens must go
+        if sampled is None or sampled.shape[-1] != 1:  # with speculative decoding rejected tokens must go
             update(batch)
             return
         lengths = [len(tokens) for tokens in lists]
