@@ -15,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -227,8 +227,7 @@ class RunTrackers:
 
     def close(self) -> None:
         """Close the opened trackers of a run that does not begin."""
-        for tracker in self._opened:
-            tracker.close()
+        TrackerSet(self._opened).close()
         self._opened.clear()
 
 
@@ -247,8 +246,10 @@ class TrackerSet:
             tracker.event(event)
 
     def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
+        """Close all trackers, also if one raises (TensorBoard writes its last rows here, which a full disk refuses)."""
+        with ExitStack() as closing:
+            for tracker in reversed(self._trackers):
+                closing.callback(tracker.close)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -117,6 +117,28 @@ def test_all_trackers_hear_of_a_step_and_are_closed() -> None:
     assert [(member.steps, member.events, member.closed) for member in members] == [([3], [SIGN], True)] * 2
 
 
+def test_a_tracker_that_cannot_be_closed_does_not_keep_the_others_open() -> None:
+    closed = []
+
+    class Last:
+        def log(self, step: int, metrics: object) -> None: ...
+
+        def event(self, event: HealthEvent) -> None: ...
+
+        def close(self) -> None:
+            closed.append(self)
+
+    class OnAFullDisk(Last):
+        def close(self) -> None:
+            super().close()
+            raise OSError(28, "No space left on device")
+
+    first, second = OnAFullDisk(), Last()
+    with pytest.raises(OSError, match="No space left"):
+        TrackerSet([first, second]).close()
+    assert closed == [first, second]
+
+
 def test_the_benchmark_summary_gives_the_mean_times_of_the_run(caplog: pytest.LogCaptureFixture) -> None:
     summary = SummaryTracker()
     for step, seconds in enumerate((1.0, 3.0), start=1):
