@@ -79,7 +79,9 @@ def compute_group_normalized_rewards(
 def compute_entropy(logits: Tensor) -> Tensor:
     """Return the entropy in nats over the last dimension of `logits`."""
     logs = logits.log_softmax(-1)
-    return -torch.xlogy(logs.exp(), logs.exp()).sum(-1)
+    probabilities = logs.exp()
+    # A probability of 0 adds nothing; its own logarithm has no gradient, and that of a logit of -inf no value.
+    return -(probabilities * logs.masked_fill(probabilities == 0, 0.0)).sum(-1)
 
 
 def get_response_log_probs(

@@ -93,6 +93,13 @@ def test_entropy_is_that_of_the_softmax_also_where_a_token_is_impossible() -> No
     assert cs336.compute_entropy(logits).tolist() == pytest.approx([math.log(2), expected.item()])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_entropys_gradient_is_finite_where_a_probability_rounds_to_zero(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[0.0, -200.0, 3.0]], dtype=dtype, requires_grad=True)
+    (found,) = torch.autograd.grad(cs336.compute_entropy(logits).sum(), logits)
+    assert found.flatten().tolist() == pytest.approx([0.1355, 0.0, -0.1355], abs=1e-3)
+
+
 def test_response_logprobs_are_the_models_own(tiny_model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
