@@ -128,6 +128,8 @@ PRESETS: Mapping[str, Preset] = {
     "no_baseline": Preset(
         about="REINFORCE on the raw rewards, on policy",
         settings={"loss_type": "no_baseline", "loss_aggregation": "sequence"},
+        # Without a baseline, answers that are all right teach as much as others.
+        environment={"ensure_scores_are_not_same": False},
     ),
     "cs336": Preset(
         about="the CS336 course's loop: 200 steps of 256 answers, groups of 8, checkpoint_step_N and final_model; the "

@@ -131,6 +131,15 @@ def test_the_launcher_hands_the_environment_its_part_of_a_preset() -> None:
     assert left_open.env["group_size"] == 4
 
 
+def test_without_a_baseline_groups_of_equal_rewards_are_sent_since_they_teach() -> None:
+    """By an environment's own default, those whose answers are all right would be dropped and never reinforced."""
+    argv = ["--model", "m", "--env.server", "gsm8k_server.py", "--preset"]
+    (raw,) = read_settings([*argv, "no_baseline"]).environments
+    assert raw.env["ensure_scores_are_not_same"] is False
+    (centred,) = read_settings([*argv, "reinforce_with_baseline"]).environments
+    assert "ensure_scores_are_not_same" not in centred.env
+
+
 def test_an_unknown_preset_is_one_line_that_names_them() -> None:
     with pytest.raises(ConfigError, match=r"--preset: .*'recommended'.*got \"grppo\"") as caught:
         parse("--preset", "grppo")
