@@ -136,6 +136,14 @@ def test_masked_means_and_sums_leave_out_what_is_masked() -> None:
     assert cs336.masked_normalize(values, mask).item() == 6.0
 
 
+def test_what_is_masked_may_be_infinite() -> None:
+    """A ratio at padding may overflow, and 0 times infinity is NaN."""
+    values, mask = torch.tensor([[2.0, float("inf")], [float("-inf"), 4.0]]), torch.tensor([[1, 0], [0, 1]])
+    assert cs336.masked_mean(values, mask).item() == 3.0
+    assert cs336.masked_mean(values, mask, dim=1).tolist() == [2.0, 4.0]
+    assert cs336.masked_normalize(values, mask, dim=1, normalize_constant=2.0).tolist() == [1.0, 2.0]
+
+
 def test_a_microbatch_step_propagates_means_over_responses_divided_by_the_accumulation() -> None:
     logs = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]], requires_grad=True)
     mask = torch.tensor([[True, True], [True, False]])
