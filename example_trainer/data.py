@@ -129,8 +129,8 @@ def prepare_batch(
         for index, candidate in enumerate(candidates):
             cause = _why_left_out(group, candidate, index, signal, settings)
             if cause == "overlong" and settings.cuts_overlong:
-                counts[cause] += 1
                 candidate.cut(settings.max_tokens)
+                counts[cause] += len(candidate.targets) > 0  # else it is counted below, by its other cause alone
                 cause = None if len(candidate.targets) else "no_trained_token"
             if cause is None:
                 candidate.advantage = float(values[index])

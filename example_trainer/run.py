@@ -113,7 +113,7 @@ def resume_command(argv: Sequence[str], launch: Launch) -> str:
     """Return the command line that continues this run; secrets in it are masked."""
     words, skipped = [], False
     for word in redact_arguments(argv):
-        replaced = word.partition("=")[0].replace("_", "-") in {"--run-dir", "--resume"}
+        replaced = word.partition("=")[0].replace("_", "-") in {"--run-dir", "--output-dir", "--resume"}
         if not replaced and not skipped:
             words.append(word)
         skipped = replaced and "=" not in word

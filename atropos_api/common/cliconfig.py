@@ -248,6 +248,7 @@ def _collect(
     shown = [_with_default(option, defaults) for option in options]
     parsed, rest = _build_parser(shown, prog=prog, description=description).parse_known_args(list(argv))
     conceal_arguments(flag for option in options if option.secret for flag in option.flags)
+    _refuse_two_names(argv, options)
     values: dict[str, Any] = merge({}, defaults)
     for path in parsed.config:
         values = merge(values, read_config_file(model, path, section=section, adapt=adapt))
@@ -256,6 +257,22 @@ def _collect(
         if given is not None:
             _assign(values, option, given)
     return values, rest
+
+
+def _refuse_two_names(argv: Sequence[str], options: Iterable[Option]) -> None:
+    """Raise `ConfigError` for a setting that is given under two of its names: one of the values would be lost.
+
+    The values of a list add up, and a name that is repeated has its last value, as is usual.
+    """
+    paths = {flag: option.path for option in options if option.kind not in {"list", "json"} for flag in option.flags}
+    given: dict[str, str] = {}
+    for word in argv:
+        name = word.partition("=")[0].replace("--no-", "--", 1)
+        if (path := paths.get(name)) is None:
+            continue
+        spelt = name.replace("_", "-")
+        if (before := given.setdefault(path, spelt)) != spelt:
+            raise ConfigError(f"{before} and {spelt} are one setting; leave one of them out")
 
 
 def _build_parser(options: Sequence[Option], *, prog: str, description: str) -> _Parser:

@@ -79,7 +79,9 @@ def compute_group_normalized_rewards(
 def compute_entropy(logits: Tensor) -> Tensor:
     """Return the entropy in nats over the last dimension of `logits`."""
     logs = logits.log_softmax(-1)
-    return -torch.xlogy(logs.exp(), logs.exp()).sum(-1)
+    probabilities = logs.exp()
+    # A probability of 0 adds nothing; its own logarithm has no gradient, and that of a logit of -inf no value.
+    return -(probabilities * logs.masked_fill(probabilities == 0, 0.0)).sum(-1)
 
 
 def get_response_log_probs(
@@ -135,15 +137,13 @@ def compute_policy_gradient_loss(
 
 def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Return the mean over `dim` (None: all) of the elements where `mask` is true; NaN if there are none."""
-    kept = mask.to(tensor.dtype)
-    if dim is None:
-        return (tensor * kept).sum() / kept.sum()
-    return (tensor * kept).sum(dim) / kept.sum(dim)
+    kept, counted = _kept(tensor, mask), mask.to(tensor.dtype)
+    return kept.sum() / counted.sum() if dim is None else kept.sum(dim) / counted.sum(dim)
 
 
 def masked_normalize(tensor: Tensor, mask: Tensor, dim: int | None = None, normalize_constant: float = 1.0) -> Tensor:
     """Return the sum over `dim` (None: all) of the elements where `mask` is true, divided by a constant (Dr. GRPO)."""
-    kept = tensor * mask.to(tensor.dtype)
+    kept = _kept(tensor, mask)
     return (kept.sum() if dim is None else kept.sum(dim)) / normalize_constant
 
 
@@ -167,6 +167,11 @@ def grpo_microbatch_train_step(
     loss = masked_mean(losses, response_mask, dim=1).mean() / gradient_accumulation_steps
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach(), metadata
+
+
+def _kept(tensor: Tensor, mask: Tensor) -> Tensor:
+    """Return `tensor` with 0 where the mask is false; as a factor 0 would make NaN of what is infinite there."""
+    return torch.where(mask.bool(), tensor, torch.zeros_like(tensor))
 
 
 def _required(value: T | None, name: str, loss_type: str) -> T:

@@ -34,11 +34,12 @@ def kl_estimates(logprobs: Tensor, reference_logprobs: Tensor, estimator: KlEsti
 
     k3: `exp(d) - d - 1` with d = log pi_ref - log pi, never negative. k1: `-d`, unbiased and noisy. The gradient of
     k1 itself averages to zero over the policy's own samples, so k1 gets the gradient of `d * d / 2`, whose average is
-    the gradient of the divergence.
+    the gradient of the divergence. Only k3's exp needs the clamp: a d far below 0 keeps its value and its gradient.
     """
-    difference = (reference_logprobs.float() - logprobs.float()).clamp(-clamp, clamp)
+    difference = reference_logprobs.float() - logprobs.float()
     if estimator == "k3":
-        return (difference.exp() - difference - 1.0).clamp(min=0.0)
+        bounded = difference.clamp(max=clamp)
+        return (bounded.exp() - bounded - 1.0).clamp(min=0.0)
     half_square = difference.square() / 2
     return half_square - half_square.detach() - difference.detach()
 

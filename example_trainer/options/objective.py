@@ -245,6 +245,11 @@ class ObjectiveOptions(BaseModel):
             form.pop("clip_eps_high")  # a paper's upper bound is used only with its lower one, else --clip-eps is both
         return {**form, **values}
 
+    @field_validator("advantage_norm", mode="before")
+    @classmethod
+    def _accept_switch(cls, value: object) -> object:
+        return {"true": "group", "false": "none"}.get(str(value).lower(), value)  # TRL's scale_rewards may be a switch
+
     @field_validator("loss_type")
     @classmethod
     def _check_loss_type(cls, value: str) -> str:

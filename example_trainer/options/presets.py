@@ -56,6 +56,8 @@ class Preset:
     """Files of its questions to train and to evaluate on, used if they exist."""
     dataset_name: str = ""
     """The Hugging Face data set that is used if they do not exist."""
+    keeps_batch: bool = False
+    """True if another `--gradient-accumulation-steps` divides the preset's batch differently; else it resizes it."""
 
 
 _COURSE_BATCH = {"batch_size": 2, "gradient_accumulation_steps": 128}
@@ -128,6 +130,8 @@ PRESETS: Mapping[str, Preset] = {
     "no_baseline": Preset(
         about="REINFORCE on the raw rewards, on policy",
         settings={"loss_type": "no_baseline", "loss_aggregation": "sequence"},
+        # Without a baseline, answers that are all right teach as much as others.
+        environment={"ensure_scores_are_not_same": False},
     ),
     "cs336": Preset(
         about="the CS336 course's loop: 200 steps of 256 answers, groups of 8, checkpoint_step_N and final_model; the "
@@ -156,6 +160,7 @@ PRESETS: Mapping[str, Preset] = {
         server_settings={"prompt_template": "r1_zero", "eval_temperature": 1.0},
         data_paths=("./data/math/train.jsonl", "./data/math/test.jsonl"),
         dataset_name="openai/gsm8k:main",
+        keeps_batch=True,
     ),
     "trl-note": Preset(
         about="the TRL guide's configuration: 128 answers a batch in optimizer steps of 4 micro-batches of 4, groups "
@@ -203,7 +208,11 @@ def _under(preset: Preset, given: Mapping[str, Any]) -> dict[str, Any]:
         # A loss type that the user gives comes with all settings of its paper, so the preset's are removed.
         for name in PUBLISHED_FORMS.get(str(loss_type), {}):
             filled.pop(name, None)
-    if {"rollout_batch_size", "train_batch_size"} & {name for name, value in given.items() if value is not None}:
+    named = {name for name, value in given.items() if value is not None}
+    divides = (
+        preset.keeps_batch and "gradient_accumulation_steps" in named and not {"batch_size", "mini_batches"} & named
+    )
+    if divides or {"rollout_batch_size", "train_batch_size"} & named:
         # Sizes in the course's terms replace all three batch settings of the preset.
         sizes = {name: filled.pop(name, None) for name in ("batch_size", "gradient_accumulation_steps", "mini_batches")}
         micro, accumulation = sizes["batch_size"], sizes["gradient_accumulation_steps"]

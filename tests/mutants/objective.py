@@ -250,9 +250,16 @@ OBJECTIVE: tuple[Mutant, ...] = (
     Mutant(
         "divergence with the wrong sign inside",
         _KL,
-        "(reference_logprobs.float() - logprobs.float())",
-        "(logprobs.float() - reference_logprobs.float())",
+        "difference = reference_logprobs.float() - logprobs.float()",
+        "difference = logprobs.float() - reference_logprobs.float()",
         "unit/objective/test_loss_terms.py::test_k3_is_exp_d_less_d_less_one_and_never_negative",
+    ),
+    Mutant(
+        "divergence without a pull on what the reference finds impossible",
+        _KL,
+        "bounded = difference.clamp(max=clamp)",
+        "bounded = difference.clamp(-clamp, clamp)",
+        "unit/objective/test_loss_terms.py::test_a_token_that_the_reference_finds_all_but_impossible_is_pulled_back",
     ),
     Mutant(
         "divergence rewarded",

@@ -69,6 +69,13 @@ def test_every_spelling_of_a_flag_parses(line: str, field: str, expected: object
     assert getattr(parse(line), field) == expected
 
 
+def test_a_setting_under_two_of_its_names_is_refused_since_one_value_would_be_lost() -> None:
+    """The TRL guide's `mini_batch_size=4, batch_size=128` are one setting here, and the last one won silently."""
+    with pytest.raises(ConfigError, match=r"^--model and --model-name are one setting; leave one of them out$"):
+        parse("--model m --lr 1 --model_name=n")
+    assert parse("--model m --model n --env.group-size 2 --env.group_size 3").model_name == "n"
+
+
 def test_nested_models_take_dotted_flags_in_kebab_and_snake_case_and_negative_numbers() -> None:
     settings = parse(
         "--model m --env.group_size 2 --env.use-wandb false --env.total_steps -1 --openai.base_url http://x"

@@ -88,6 +88,7 @@ def test_another_program_is_started_again_by_the_same_command(tmp_path: Path) ->
     [
         ["--config", "configs/demo.yaml", "--run-dir", "elsewhere", "--resume", "auto"],
         ["--config", "configs/demo.yaml", "--run_dir=elsewhere", "--resume=auto"],
+        ["--config", "configs/demo.yaml", "--output-dir", "elsewhere"],
         ["--config", "configs/demo.yaml"],
     ],
 )

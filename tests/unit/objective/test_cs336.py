@@ -93,6 +93,13 @@ def test_entropy_is_that_of_the_softmax_also_where_a_token_is_impossible() -> No
     assert cs336.compute_entropy(logits).tolist() == pytest.approx([math.log(2), expected.item()])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_entropys_gradient_is_finite_where_a_probability_rounds_to_zero(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[0.0, -200.0, 3.0]], dtype=dtype, requires_grad=True)
+    (found,) = torch.autograd.grad(cs336.compute_entropy(logits).sum(), logits)
+    assert found.flatten().tolist() == pytest.approx([0.1355, 0.0, -0.1355], abs=1e-3)
+
+
 def test_response_logprobs_are_the_models_own(tiny_model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -127,6 +134,14 @@ def test_masked_means_and_sums_leave_out_what_is_masked() -> None:
     assert cs336.masked_mean(values, mask, dim=1).tolist() == [1.5, 3.0]
     assert cs336.masked_normalize(values, mask, dim=0, normalize_constant=2.0).tolist() == [2.0, 1.0]
     assert cs336.masked_normalize(values, mask).item() == 6.0
+
+
+def test_what_is_masked_may_be_infinite() -> None:
+    """A ratio at padding may overflow, and 0 times infinity is NaN."""
+    values, mask = torch.tensor([[2.0, float("inf")], [float("-inf"), 4.0]]), torch.tensor([[1, 0], [0, 1]])
+    assert cs336.masked_mean(values, mask).item() == 3.0
+    assert cs336.masked_mean(values, mask, dim=1).tolist() == [2.0, 4.0]
+    assert cs336.masked_normalize(values, mask, dim=1, normalize_constant=2.0).tolist() == [1.0, 2.0]
 
 
 def test_a_microbatch_step_propagates_means_over_responses_divided_by_the_accumulation() -> None:

@@ -77,6 +77,15 @@ def test_the_gradient_of_k1_averages_to_that_of_the_divergence() -> None:
     torch.testing.assert_close(torch.autograd.grad(sampled, logits)[0], exact)
 
 
+@pytest.mark.parametrize(("estimator", "pull"), [("k1", 24.5), ("k3", 1.0)])
+def test_a_token_that_the_reference_finds_all_but_impossible_is_pulled_back(estimator: str, pull: float) -> None:
+    """Its estimate and its gradient are those of the formula also beyond the clamp, which is for exp alone."""
+    policy = torch.tensor([-0.5], requires_grad=True)
+    found = kl_estimates(policy, torch.tensor([-25.0]), estimator, 20.0)  # type: ignore[arg-type]
+    assert found.item() == pytest.approx({"k1": 24.5, "k3": 23.5}[estimator])
+    assert torch.autograd.grad(found.sum(), policy)[0].item() == pytest.approx(pull)
+
+
 def test_the_coefficient_rises_above_the_target_and_falls_below_it_in_bounded_steps() -> None:
     controller = KlController(0.05, target=0.1, rate=0.5)
     controller.observe(5.0)

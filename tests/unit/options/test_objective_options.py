@@ -175,3 +175,10 @@ def test_trl_s_names_of_flags_are_aliases() -> None:
     assert (config.training_steps, config.epochs_per_batch, config.clip_eps, config.dual_clip) == (7, 2, 0.1, 2.0)
     assert (config.advantage_norm, config.lr_schedule) == ("none", "linear")
     assert (str(config.run_dir), config.checkpoint_interval, config.keep_last) == ("o", 4, 2)
+
+
+@pytest.mark.parametrize(("switch", "norm"), [("True", "group"), ("false", "none"), ("batch", "batch")])
+def test_trl_s_switch_for_the_scale_of_rewards_is_understood(switch: str, norm: str) -> None:
+    """TRL writes `scale_rewards=False` for Dr. GRPO's advantages; it was refused here."""
+    assert from_flags("--scale-rewards", switch).advantage_norm == norm
+    assert make(advantage_norm=False).advantage_norm == "none"

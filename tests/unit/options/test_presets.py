@@ -109,6 +109,15 @@ def test_the_course_s_preset_takes_256_answers_a_step_or_what_the_course_s_flags
     assert (short.training_steps, short.sequences_per_batch) == (10, 64)
 
 
+def test_the_course_s_accumulation_divides_its_batch_and_does_not_resize_it() -> None:
+    """In the course's script a smaller number of micro-batches makes larger ones; here it made a batch of 64."""
+    course = parse("--preset", "cs336", "--gradient-accumulation-steps", "32")
+    assert (course.sequences_per_batch, course.batch_size, course.optimizer_steps_per_batch) == (256, 8, 1)
+    assert TrainingConfig.model_validate(course.model_dump(exclude_unset=True)) == course
+    sized = parse("--preset", "cs336", "--gradient-accumulation-steps", "32", "--batch-size", "2")
+    assert sized.sequences_per_batch == 64, "a size in this trainer's own terms"
+
+
 def test_the_trl_guide_s_preset_is_its_configuration() -> None:
     config = parse("--preset", "trl-note")
     assert (config.sequences_per_batch, config.batch_size, config.mini_batches) == (128, 4, 8)
@@ -129,6 +138,15 @@ def test_the_launcher_hands_the_environment_its_part_of_a_preset() -> None:
         ["--model", "m", "--env.server", "gsm8k_server.py", "--preset", "trl-note"]
     ).environments
     assert left_open.env["group_size"] == 4
+
+
+def test_without_a_baseline_groups_of_equal_rewards_are_sent_since_they_teach() -> None:
+    """By an environment's own default, those whose answers are all right would be dropped and never reinforced."""
+    argv = ["--model", "m", "--env.server", "gsm8k_server.py", "--preset"]
+    (raw,) = read_settings([*argv, "no_baseline"]).environments
+    assert raw.env["ensure_scores_are_not_same"] is False
+    (centred,) = read_settings([*argv, "reinforce_with_baseline"]).environments
+    assert "ensure_scores_are_not_same" not in centred.env
 
 
 def test_an_unknown_preset_is_one_line_that_names_them() -> None:

@@ -37,7 +37,8 @@ def words_of(text: str, model: Path) -> list[str]:
     words = shell_words(NAMED_MODEL.sub(str(model), text))
     at = words.index("...") if "..." in words else None
     if at is not None:
-        words[at:] = [str(model) if words[at - 1] == "--model" else f"--model={model}", *words[at + 1 :]]
+        name = "--model-name" if "--model-name" in words else "--model"  # one name: two for a setting are refused
+        words[at:] = [str(model) if words[at - 1] == "--model" else f"{name}={model}", *words[at + 1 :]]
     return words
 
 

@@ -179,12 +179,21 @@ def test_a_sequence_beyond_the_limit_is_trained_as_far_as_that_where_it_is_maske
         ),
         settings=replace(SETTINGS, max_tokens=5, cuts_overlong=True),
     )
-    assert (batch.counts["overlong"], batch.counts["no_trained_token"]) == (2, 1)
+    assert (batch.counts["overlong"], batch.counts["no_trained_token"]) == (1, 1)
     (row,) = batch.rows
     assert (row.tokens.tolist(), row.targets.tolist()) == ([0, 1, 2, 3, 4], [1, 2, 3, 4])
     assert batch.targets.labels.tolist() == [1, 2, 3, 4]
     assert batch.targets.rollout_logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4])
     assert batch.response_lengths == [19, 1]
+
+
+def test_a_sequence_of_which_a_cut_leaves_nothing_to_train_is_counted_once() -> None:
+    """`--stop-on left_out` adds both causes up: a share of 0.3 that counted twice ended a run at the limit of 0.5."""
+    long = group(
+        (1.0, 0.0), tokens=[list(range(20))] * 2, masks=[[-100] * 19 + [19]] * 2, inference_logprobs=[[-1.0] * 20] * 2
+    )
+    batch = prepare(long, settings=replace(SETTINGS, max_tokens=5, cuts_overlong=True))
+    assert sum(batch.counts.values()) == len(batch.rewards) == 2
 
 
 @pytest.mark.parametrize("value", ["hot", float("nan"), float("inf"), -1.0])
