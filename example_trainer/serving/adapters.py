@@ -31,13 +31,17 @@ _LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A loaded adapter; `request` is vLLM's handle for it, `digest` the checksum of an uploaded one."""
+    """A loaded adapter; `request` is vLLM's handle for it, `digest` the checksum of an uploaded one.
+
+    `adapts_head` is True if it changes the output head, as only one from a directory can.
+    """
 
     name: str
     path: str
     version: PolicyVersion | None
     request: Any
     digest: str | None = None
+    adapts_head: bool = False
 
 
 class RequestsByName(UserDict[str, Any]):
@@ -82,6 +86,7 @@ class Adapters:
         """The highest version that an adapter has had here, loaded or not: its name is used."""
         if enabled:
             engine.serves_adapter = self._loaded.__contains__
+            engine.adapts_head = lambda name: name in self._loaded and self._loaded[name].adapts_head
 
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = {
@@ -127,8 +132,9 @@ class Adapters:
                 raise Problem(422, "bad-adapter", f"{path} holds no adapter_config.json, so it is not a PEFT adapter")
             request = self._request(name, path)
             loading = self._engine.call_worker("atropos_load_adapter", name, request.adapter_id, path)
-            await self._try(loading, request, f"the adapter at {path}")
-            self._register(Adapter(name, path, version, request), activate=activate)
+            loaded = await self._try(loading, request, f"the adapter at {path}")
+            adapter = Adapter(name, path, version, request, adapts_head=loaded["adapts_head"])
+            self._register(adapter, activate=activate)
         return self.status()
 
     async def upload(self, name: str, body: bytes, version: PolicyVersion, *, activate: bool) -> dict[str, Any]:

@@ -131,9 +131,10 @@ class AdapterWorker:
     model_runner: Any
 
     def atropos_load_adapter(self, name: str, number: int, path: str) -> str:
-        """Load an adapter from a directory into a slot."""
+        """Load an adapter from a directory into a slot; return whether it changes the output head."""
         self.model_runner.add_lora(LoRARequest(name, number, path))
-        return json.dumps({})
+        loaded = self.model_runner.lora_manager._adapter_manager.get_adapter(number)  # noqa: SLF001
+        return json.dumps({"adapts_head": any(module.endswith("lm_head") for module in loaded.loras)})
 
     def atropos_add_adapter(self, name: str, number: int, path: str, payload: bytes) -> str:
         """Load a sent adapter into a slot and compare the slot with the sent tensors.
