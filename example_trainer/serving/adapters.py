@@ -27,6 +27,10 @@ from example_trainer.weight_protocol.transfer import MEMORY_PATH, AdapterPayload
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.1
+_FIRST_ID = 1 << 20
+"""Number of the first adapter loaded here: vLLM numbers those of `--lora-modules` from 1, and it would answer requests
+for an adapter with the one that has its number already.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +76,11 @@ class Adapters:
         self._boot_id = boot_id
         self._keep = keep
         self._on_active = on_active
-        self._ids = itertools.count(1)
-        self._used_names = set(model_names)
-        self._loaded: dict[str, Adapter] = {}
+        self._ids = itertools.count(_FIRST_ID)
+        self._loaded = {
+            name: Adapter(name, request.lora_path, None, request) for name, request in models.lora_requests.items()
+        }
+        self._used_names = {*model_names, *self._loaded}
         self._retired: dict[str, Adapter] = {}
         self._users: Counter[str] = Counter()
         self.changing = asyncio.Lock()
