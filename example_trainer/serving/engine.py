@@ -115,7 +115,7 @@ def check_adapted_head(params: Any, name: str) -> None:
     """Refuse prompt logprobs of an adapter of the output head: on a GPU vLLM computes them without that part of it."""
     from vllm.exceptions import VLLMValidationError
 
-    if params.prompt_logprobs is not None:
+    if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
         raise VLLMValidationError(
             f"prompt_logprobs: the adapter {name!r} changes the output head, which vLLM leaves out of prompt logprobs "
             "on a GPU; ask for logprobs of sampled tokens, or use an adapter without lm_head"

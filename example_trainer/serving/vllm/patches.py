@@ -103,14 +103,24 @@ def install_grammar_libraries() -> None:
     if hasattr(StructuredOutputManager, _INSTALLED):
         return
     setattr(StructuredOutputManager, _INSTALLED, True)
-    StructuredOutputManager.grammar_init = _by_library(StructuredOutputManager.grammar_init)
+    StructuredOutputManager.grammar_init = with_each_library(StructuredOutputManager.grammar_init)
     install_mask_widths()
 
 
-def _by_library(begin: Any) -> Any:
+def with_each_library(begin: Any) -> Any:
+    """Return `begin` changed so that each library begins a request's grammar in a manager of its own."""
+
     def beginning(manager: Any, request: Any) -> None:
-        if request.structured_output_request is not None:
-            begin(_manager_for(manager, request.sampling_params.structured_outputs._backend), request)  # noqa: SLF001
+        if request.structured_output_request is None:
+            return
+        library = request.sampling_params.structured_outputs._backend  # noqa: SLF001
+        chosen = _manager_for(manager, library)
+        try:
+            begin(chosen, request)
+        except Exception:  # vLLM's own manager makes the masks, so it must not be left with a library that cannot
+            if chosen.backend is None:
+                del vars(manager)[_MANAGERS][library]
+            raise
 
     return beginning
 

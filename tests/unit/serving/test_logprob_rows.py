@@ -15,6 +15,7 @@ from example_trainer.serving.vllm.patches import (
     install_mask_widths,
     keeping_output_lengths,
     leaving_quantised_heads,
+    with_each_library,
 )
 
 
@@ -105,6 +106,31 @@ def test_masks_of_guidance_are_as_wide_as_the_models_if_the_tokenizer_has_more_t
     install_mask_widths()
     made = GuidanceBackend.allocate_token_bitmask(SimpleNamespace(vocab_size=vocabulary, ll_tokenizer=tokenizer), 3)
     assert made.shape == (3, 8)
+
+
+def test_a_library_for_grammars_that_does_not_start_leaves_the_others_able_to():
+    """The first library's manager makes the masks of all, and the engine ended if it had no library."""
+
+    def begin(manager, request):
+        if request.sampling_params.structured_outputs._backend == "broken":
+            raise ValueError(request)
+        manager.backend = manager.backend or request.sampling_params.structured_outputs._backend
+
+    def guided(library):
+        chosen = SimpleNamespace(structured_outputs=SimpleNamespace(_backend=library))
+        return SimpleNamespace(structured_output_request="a grammar", sampling_params=chosen)
+
+    manager, beginning = SimpleNamespace(backend=None), with_each_library(begin)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="broken"):
+            beginning(manager, guided("broken"))
+    beginning(manager, guided("first"))
+    with pytest.raises(ValueError, match="broken"):
+        beginning(manager, guided("broken"))
+    beginning(manager, guided("second"))
+    beginning(manager, SimpleNamespace(structured_output_request=None))
+    assert manager.backend == "first"
+    assert [made.backend for made in vars(manager)["atropos_managers"].values()] == ["first", "second"]
 
 
 def params(**fields):

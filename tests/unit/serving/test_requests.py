@@ -277,8 +277,8 @@ def test_numbers_beyond_64_bits_are_refused_before_the_engine_hears_of_them(fiel
 
 def generated(**fields):
     """Return sampling parameters as vLLM's input processor leaves them."""
-    plain = {"n": 1, "seed": None, "max_tokens": 8, "min_tokens": 0, "prompt_logprobs": None}
-    plain |= {"structured_outputs": None, "bad_words_token_ids": None, "allowed_token_ids": None, "logit_bias": None}
+    plain = dict.fromkeys(("seed", "prompt_logprobs", "prompt_logprob_token_ids", "structured_outputs", "logit_bias"))
+    plain |= {"n": 1, "max_tokens": 8, "min_tokens": 0, "bad_words_token_ids": None, "allowed_token_ids": None}
     return SimpleNamespace(**plain | {"all_stop_token_ids": {0}} | fields)
 
 
@@ -350,5 +350,6 @@ def test_numbers_beyond_those_limits_still_end_vllms_second_runner():
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in vLLM's imports
 def test_prompt_logprobs_that_would_lack_a_part_of_the_adapter_are_refused():
     check_adapted_head(generated(), "a")
-    with pytest.raises(Exception, match="'a' changes the output head"):
-        check_adapted_head(generated(prompt_logprobs=0), "a")
+    for asked in ({"prompt_logprobs": 0}, {"prompt_logprob_token_ids": [[1]]}):
+        with pytest.raises(Exception, match="'a' changes the output head"):
+            check_adapted_head(generated(**asked), "a")
