@@ -242,10 +242,17 @@ class Adapters:
             self._dropping = asyncio.ensure_future(self._drop_retired())
 
     async def _drop_retired(self) -> None:
+        """Drop each retired adapter that was unused at two looks.
+
+        vLLM forgets a request that a stop string has ended before it tells the engine, which ends if it has to load a
+        dropped adapter for one more token.
+        """
+        unused: set[str] = set()
         while self._retired:
             in_use = self._engine.adapters_in_use() | {name for name, count in self._users.items() if count}
-            for adapter in [each for name, each in self._retired.items() if name not in in_use]:
-                await self._drop(adapter)
+            before, unused = unused, self._retired.keys() - in_use
+            for name in before & unused:
+                await self._drop(self._retired[name])
             if self._retired:
                 await asyncio.sleep(_LOOK_SECONDS)
 

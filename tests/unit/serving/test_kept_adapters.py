@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from example_trainer.serving import adapters as serving_adapters
 from example_trainer.serving.adapters import Adapters
 
 pytestmark = pytest.mark.filterwarnings(
@@ -77,3 +78,26 @@ async def test_an_adapter_of_the_command_line_is_served_and_keeps_its_number(tmp
     assert numbers[1] > 1000 > numbers[0]
     assert called == [("atropos_load_adapter", "loaded", numbers[1], str(tmp_path))]
     assert [engine.adapts_head(name) for name in ("given", "loaded", "unknown")] == [False, True, False]
+
+
+@pytest.mark.anyio
+async def test_a_retired_adapter_is_dropped_only_if_it_was_unused_at_two_looks(monkeypatch):
+    """A stop string ends a request for vLLM's server a moment before its engine hears of it."""
+    from vllm.lora.request import LoRARequest
+
+    monkeypatch.setattr(serving_adapters, "_LOOK_SECONDS", 0)
+    looks, told = [{"a"}, set(), {"a"}, set(), set(), {"a"}], []
+
+    async def call_worker(method, *_):
+        told.append((method, len(looks)))
+        return {}
+
+    engine = SimpleNamespace(
+        adapters_in_use=lambda: looks.pop(0), call_worker=call_worker, forget_adapter=lambda _: None
+    )
+    models = SimpleNamespace(lora_requests={"a": LoRARequest("a", 1, "/a")})
+    adapters = Adapters(engine, models, enabled=True, model_names=["m"], boot_id="b", keep=4)
+    await adapters.unload("a")
+    await adapters._dropping
+    assert told == [("atropos_drop_adapter", 1)]
+    assert adapters.status()["retired"] == []
