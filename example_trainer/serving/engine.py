@@ -382,7 +382,7 @@ class EngineAdapter:
             adapter = request.lora_request
             if adapter is not None and not self.serves_adapter(adapter.lora_name):
                 raise VLLMValidationError(f"model: adapter {adapter.lora_name!r} is not served any more; ask again")
-            if adapter is not None and not on_cpu and self.adapts_head(adapter.lora_name):
+            if adapter is not None and request.sampling_params and not on_cpu and self.adapts_head(adapter.lora_name):
                 check_adapted_head(request.sampling_params, adapter.lora_name)
             if self._salt is not None:
                 request.cache_salt = f"{self._salt}:{request.cache_salt or ''}"
