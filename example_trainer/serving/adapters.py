@@ -27,17 +27,25 @@ from example_trainer.weight_protocol.transfer import MEMORY_PATH, AdapterPayload
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.1
+_FIRST_ID = 1 << 20
+"""Number of the first adapter loaded here: vLLM numbers those of `--lora-modules` from 1, and it would answer requests
+for an adapter with the one that has its number already.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A loaded adapter; `request` is vLLM's handle for it, `digest` the checksum of an uploaded one."""
+    """A loaded adapter; `request` is vLLM's handle for it, `digest` the checksum of an uploaded one.
+
+    `adapts_head` is True if it changes the output head, as only one from a directory can.
+    """
 
     name: str
     path: str
     version: PolicyVersion | None
     request: Any
     digest: str | None = None
+    adapts_head: bool = False
 
 
 class RequestsByName(UserDict[str, Any]):
@@ -68,9 +76,11 @@ class Adapters:
         self._boot_id = boot_id
         self._keep = keep
         self._on_active = on_active
-        self._ids = itertools.count(1)
-        self._used_names = set(model_names)
-        self._loaded: dict[str, Adapter] = {}
+        self._ids = itertools.count(_FIRST_ID)
+        self._loaded = {
+            name: Adapter(name, request.lora_path, None, request) for name, request in models.lora_requests.items()
+        }
+        self._used_names = {*model_names, *self._loaded}
         self._retired: dict[str, Adapter] = {}
         self._users: Counter[str] = Counter()
         self.changing = asyncio.Lock()
@@ -82,6 +92,7 @@ class Adapters:
         """The highest version that an adapter has had here, loaded or not: its name is used."""
         if enabled:
             engine.serves_adapter = self._loaded.__contains__
+            engine.adapts_head = lambda name: name in self._loaded and self._loaded[name].adapts_head
 
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = {
@@ -127,8 +138,9 @@ class Adapters:
                 raise Problem(422, "bad-adapter", f"{path} holds no adapter_config.json, so it is not a PEFT adapter")
             request = self._request(name, path)
             loading = self._engine.call_worker("atropos_load_adapter", name, request.adapter_id, path)
-            await self._try(loading, request, f"the adapter at {path}")
-            self._register(Adapter(name, path, version, request), activate=activate)
+            loaded = await self._try(loading, request, f"the adapter at {path}")
+            adapter = Adapter(name, path, version, request, adapts_head=loaded["adapts_head"])
+            self._register(adapter, activate=activate)
         return self.status()
 
     async def upload(self, name: str, body: bytes, version: PolicyVersion, *, activate: bool) -> dict[str, Any]:
@@ -230,10 +242,17 @@ class Adapters:
             self._dropping = asyncio.ensure_future(self._drop_retired())
 
     async def _drop_retired(self) -> None:
+        """Drop each retired adapter that was unused at two looks.
+
+        vLLM forgets a request that a stop string has ended before it tells the engine, which ends if it has to load a
+        dropped adapter for one more token.
+        """
+        unused: set[str] = set()
         while self._retired:
             in_use = self._engine.adapters_in_use() | {name for name, count in self._users.items() if count}
-            for adapter in [each for name, each in self._retired.items() if name not in in_use]:
-                await self._drop(adapter)
+            before, unused = unused, self._retired.keys() - in_use
+            for name in before & unused:
+                await self._drop(self._retired[name])
             if self._retired:
                 await asyncio.sleep(_LOOK_SECONDS)
 

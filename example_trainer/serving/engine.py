@@ -26,6 +26,9 @@ _INCOMPLETE = "�"
 _LOOK_BACK = 8
 """Number of last tokens decoded to see if the prompt ends in a complete character."""
 
+LARGEST_SEED = 2**63 - 1
+"""Largest seed of an output: vLLM's second model runner keeps seeds as 64 bits with a sign."""
+
 _LONGEST_CHARACTER = 4
 """Bytes of the longest UTF-8 character; each byte may be a token of its own."""
 
@@ -80,10 +83,49 @@ def check_sampling(params: Any, vocabulary: int) -> None:
             f"seed: with {params.seed} one of the {params.n} outputs would have the seed -1, which means none; "
             "use seeds from 0"
         )
+    if params.seed is not None and params.seed + params.n - 1 > LARGEST_SEED:
+        raise VLLMValidationError(
+            f"seed: the last of the {params.n} outputs would have a seed above {LARGEST_SEED}; use a smaller one"
+        )
     if leaves_nothing(params, vocabulary):
         raise VLLMValidationError(
             "allowed_token_ids, bad_words and the stop tokens that min_tokens forbids leave no token to sample"
         )
+
+
+def check_sizes(params: Any) -> None:
+    """Refuse lists that are longer than the rows that vLLM's second model runner has for them: its engine would end."""
+    from vllm import envs
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.worker.gpu.sample import logit_bias as rows
+
+    bad_words = sum(map(len, params.bad_words_token_ids or ()))
+    stop_tokens = len(params.all_stop_token_ids) if params.min_tokens else 0
+    for name, size, most in (
+        ("allowed_token_ids", len(params.allowed_token_ids or ()), rows.MAX_NUM_ALLOWED_TOKEN_IDS),
+        ("logit_bias", len(params.logit_bias or ()), rows.MAX_NUM_LOGIT_BIAS_TOKENS),
+        ("stop_token_ids with min_tokens", stop_tokens, rows.MAX_NUM_STOP_TOKEN_IDS),
+        ("bad_words", bad_words, envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS),
+    ):
+        if size > most:
+            raise VLLMValidationError(f"{name}: {size} tokens are more than the {most} that this server takes")
+
+
+def check_adapted_head(params: Any, name: str) -> None:
+    """Refuse prompt logprobs of an adapter of the output head: on a GPU vLLM computes them without that part of it."""
+    from vllm.exceptions import VLLMValidationError
+
+    if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
+        raise VLLMValidationError(
+            f"prompt_logprobs: the adapter {name!r} changes the output head, which vLLM leaves out of prompt logprobs "
+            "on a GPU; ask for logprobs of sampled tokens, or use an adapter without lm_head"
+        )
+
+
+def within_context(params: Any, context: int) -> None:
+    """Reduce token limits beyond the context to it, which ends every output: vLLM's second model runner has 32 bits."""
+    params.max_tokens = min(params.max_tokens, context)
+    params.min_tokens = min(params.min_tokens, context)
 
 
 def leaves_nothing(params: Any, vocabulary: int) -> bool:
@@ -170,6 +212,8 @@ class EngineAdapter:
         self._salt: str | None = None
         self.serves_adapter: Callable[[str], bool] = lambda _: True
         """Returns True if an adapter of this name may be given to a new request."""
+        self.adapts_head: Callable[[str], bool] = lambda _: False
+        """Returns True if the adapter of this name changes the output head."""
         self._numbers = itertools.count()
         install()
         self._admit_everything()
@@ -309,12 +353,16 @@ class EngineAdapter:
 
     def _admit_everything(self) -> None:
         from vllm.exceptions import VLLMValidationError
+        from vllm.platforms import current_platform
 
         processor = self.async_llm.input_processor
         process = processor.process_inputs
         vocabulary, tokenizer = self.async_llm.model_config.get_vocab_size(), self.async_llm.tokenizer
         # A tokenizer may have more tokens than the model: often one that was added for padding.
         vllm_accepts_more = tokenizer is None or tokenizer.max_token_id >= vocabulary
+        context = int(self.async_llm.model_config.max_model_len)
+        on_cpu = bool(current_platform.is_cpu())
+        second_runner = bool(self.async_llm.vllm_config.use_v2_model_runner)
 
         def admit(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -328,9 +376,14 @@ class EngineAdapter:
                 check_prompt(request.prompt_token_ids or [], vocabulary)
             if request.sampling_params is not None:
                 check_sampling(request.sampling_params, vocabulary)
+                within_context(request.sampling_params, context)
+                if second_runner:
+                    check_sizes(request.sampling_params)
             adapter = request.lora_request
             if adapter is not None and not self.serves_adapter(adapter.lora_name):
                 raise VLLMValidationError(f"model: adapter {adapter.lora_name!r} is not served any more; ask again")
+            if adapter is not None and request.sampling_params and not on_cpu and self.adapts_head(adapter.lora_name):
+                check_adapted_head(request.sampling_params, adapter.lora_name)
             if self._salt is not None:
                 request.cache_salt = f"{self._salt}:{request.cache_salt or ''}"
             return request

@@ -22,13 +22,12 @@ from atropos_api.common.cliconfig import nearest
 from example_trainer.serving import problems
 from example_trainer.serving.adapters import Adapter, Adapters
 from example_trainer.serving.admission import AdmissionGate
-from example_trainer.serving.engine import EngineAdapter
+from example_trainer.serving.engine import LARGEST_SEED, EngineAdapter
 from example_trainer.serving.fence import Fence
 from example_trainer.serving.problems import Problem, engine_problems
 from example_trainer.serving.responses import Replies, all_finite
 
 _LARGEST_BIAS = 100
-_LARGEST_SEED = 2**64 - 1
 _INTEGERS = ("n", "max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "sampling_mask_limit")
 _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<name>[^`]*)`(?: - at `(?P<where>[^`]*)`)?")
 
@@ -159,8 +158,8 @@ def _check_integers(request: GenerateRequest) -> None:
         if value is not None and not -(2**63) <= value < 2**63:
             raise Problem(422, "bad-request", f"{name}: {value} has more than 64 bits")
     seed = request.seed
-    if seed is not None and not 0 <= seed <= _LARGEST_SEED - max(0, request.n - 1):
-        limit = f"{_LARGEST_SEED}" if request.n <= 1 else f"{_LARGEST_SEED} less the other {request.n - 1} outputs"
+    if seed is not None and not 0 <= seed <= LARGEST_SEED - max(0, request.n - 1):
+        limit = f"{LARGEST_SEED}" if request.n <= 1 else f"{LARGEST_SEED} less the other {request.n - 1} outputs"
         raise Problem(422, "bad-request", f"seed: {seed} is not between 0 and {limit}")
 
 

@@ -2,19 +2,23 @@
 
 vLLM loads an adapter by its path, at the first use and again after each eviction. An adapter sent as bytes is kept here
 under a path that names no file (`memory:...`), and vLLM's loading looks here first. The content of vLLM's stacked
-buffers is then compared with the sent tensors, so that a wrong slice or a missing tensor is found at once. Disk loads
-are counted: there should be one for each adapter that was loaded by path.
+buffers is then compared with the sent tensors, so that a wrong slice or a missing tensor is found at once. The files of
+an adapter loaded from a directory are kept too: the directory may hold other files by the time of an eviction, or be
+gone, which ended the engine. Disk loads are counted: there should be one for each adapter that was loaded by path.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import compress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
@@ -26,15 +30,21 @@ from atropos_api.common.malloc import return_freed_memory
 from example_trainer.weight_protocol.transfer import MEMORY_PATH, AdapterPayload
 
 _KEPT = "atropos_kept"
+_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+"""The files of an adapter that vLLM reads."""
 
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(slots=True)
 class KeptAdapters:
-    """The adapters sent to one worker, by their path, and its number of loads from a disk."""
+    """The adapters sent to one worker, by their path, and the files of others, by number.
+
+    `disk_loads` is the number of loads from a disk.
+    """
 
     payloads: dict[str, bytes] = field(default_factory=dict)
+    files: dict[int, dict[str, bytes]] = field(default_factory=dict)
     disk_loads: int = 0
 
 
@@ -107,14 +117,29 @@ def install() -> None:
     def load_adapter(manager: Any, request: Any) -> Any:
         kept = kept_by(manager)
         if not request.lora_path.startswith(MEMORY_PATH):
-            kept.disk_loads += 1
-            return load(manager, request)
+            return load_from_directory(load, manager, request)
         payload = kept.payloads.get(request.lora_path)
         if payload is None:
             raise ValueError(f"the adapter {request.lora_name} has been dropped; send the request to the current one")
         return build(manager, request.lora_int_id, AdapterPayload.read(payload))
 
     WorkerLoRAManager._load_adapter = load_adapter  # noqa: SLF001
+
+
+def load_from_directory(load: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
+    """Load an adapter from its directory; after an eviction, from what the directory held then."""
+    kept = kept_by(manager)
+    files = kept.files.get(request.lora_int_id)
+    if files:
+        with TemporaryDirectory() as directory:
+            for name, content in files.items():
+                Path(directory, name).write_bytes(content)
+            return load(manager, msgspec.structs.replace(request, lora_path=directory))
+    kept.disk_loads += 1
+    loaded = load(manager, request)
+    found = [path for name in _FILES if (path := Path(request.lora_path, name)).is_file()]
+    kept.files[request.lora_int_id] = {path.name: path.read_bytes() for path in found}
+    return loaded
 
 
 def kept_by(manager: Any) -> KeptAdapters:
@@ -131,9 +156,10 @@ class AdapterWorker:
     model_runner: Any
 
     def atropos_load_adapter(self, name: str, number: int, path: str) -> str:
-        """Load an adapter from a directory into a slot."""
+        """Load an adapter from a directory into a slot; return whether it changes the output head."""
         self.model_runner.add_lora(LoRARequest(name, number, path))
-        return json.dumps({})
+        loaded = self.model_runner.lora_manager._adapter_manager.get_adapter(number)  # noqa: SLF001
+        return json.dumps({"adapts_head": any(module.endswith("lm_head") for module in loaded.loras)})
 
     def atropos_add_adapter(self, name: str, number: int, path: str, payload: bytes) -> str:
         """Load a sent adapter into a slot and compare the slot with the sent tensors.
@@ -161,6 +187,7 @@ class AdapterWorker:
         """Remove an adapter that no request uses any more."""
         manager = self.model_runner.lora_manager
         kept_by(manager).payloads.pop(path, None)
+        kept_by(manager).files.pop(number, None)
         removed = manager.remove_adapter(number)
         return_freed_memory()
         return json.dumps({"removed": bool(removed)})

@@ -73,7 +73,12 @@ def check_internals() -> None:
         "vllm.v1.engine.detokenizer": ("FastIncrementalDetokenizer",),
         "vllm.v1.sample.sampler": ("Sampler.gather_logprobs", "Sampler.gather_specific_token_logprobs"),
         "vllm.v1.worker.gpu_input_batch": ("InputBatch.update_async_output_token_ids",),
+        "vllm.v1.sample.thinking_budget_state": ("ThinkingBudgetStateHolder.sync_batch",),
         "vllm.v1.structured_output": ("StructuredOutputManager.grammar_init",),
+        "vllm.v1.structured_output.backend_guidance": (
+            "GuidanceBackend.allocate_token_bitmask",
+            "GuidanceGrammar.fill_bitmask",
+        ),
         "vllm.entrypoints.serve.engine.serving": ("BaseServing._check_model",),
         "vllm.v1.core.sched.scheduler": (
             "Scheduler.schedule",

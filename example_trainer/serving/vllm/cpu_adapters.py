@@ -5,6 +5,10 @@ adapters took five times as long as one without. Here the rows of one slot are o
 requests without an adapter the slot -1, which its GPU kernels skip; its CPU code reads it as the last slot, so that a
 request for the base model was computed with the adapter in that slot. Here such rows stay as they are.
 
+vLLM knows one slot for each request where it computes logits, and computes prompt logprobs with one row for each token.
+In a model whose output head takes adapters (Llama, Qwen3) the engine ended at the first prompt logprobs in a step with
+several slots, whether or not an adapter changes the head. Here each row has its token's slot.
+
 Shapes: `inputs` (rows, in), `weights` (slots, out, in) or (slots, 1, out, in), `output` (rows, at least out), `slots`
 (rows).
 """
@@ -12,19 +16,49 @@ Shapes: `inputs` (rows, in), `weights` (slots, out, in) or (slots, 1, out, in), 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
 
+import numpy as np
 import torch
 
 
 def install_adapters_on_cpu() -> None:
-    """Replace the adapter operations in each module of vLLM that has imported them for CPUs."""
+    """Replace the adapter operations in each module of vLLM that has imported them for CPUs; wrap prompt logprobs."""
     from vllm.lora.ops import torch_ops
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     for module in (lora_ops, torch_ops, punica_cpu):
         for name, compute in OPERATIONS.items():
             setattr(module, name, compute)
+    CPUModelRunner._get_prompt_logprobs_dict = with_slots_of_tokens(CPUModelRunner._get_prompt_logprobs_dict)  # noqa: SLF001
+
+
+def with_slots_of_tokens(get: Any) -> Any:
+    """Return the runner's `_get_prompt_logprobs_dict` changed so that each row of logits has its token's slot."""
+
+    @wraps(get)
+    def getting(runner: Any, states: torch.Tensor, scheduled: dict[str, int]) -> Any:
+        if not (runner.lora_config and runner.num_prompt_logprobs):
+            return get(runner, states, scheduled)
+        batch, model, compute = runner.input_batch, runner.model, runner.model.compute_logits
+        counts = np.array([scheduled[request] for request in batch.req_ids])
+        _, adapters, requests = batch.make_lora_inputs(counts, np.ones_like(counts))
+
+        def computing(rows: torch.Tensor) -> Any:
+            start = (rows.storage_offset() - states.storage_offset()) // states.stride(0)  # vLLM gives a part of it
+            runner._set_active_loras(adapters[start : start + len(rows)], adapters, requests)  # noqa: SLF001
+            return compute(rows)
+
+        model.compute_logits = computing
+        try:
+            return get(runner, states, scheduled)
+        finally:
+            del model.compute_logits
+
+    return getting
 
 
 def shrink(

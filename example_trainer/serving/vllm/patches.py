@@ -11,7 +11,9 @@ engine is killed during such a call waits for ever and reacts to no signal. Here
 `install_grammar_libraries` lets guided decoding use the library chosen for each request. vLLM chooses one for each
 request (xgrammar, or another if xgrammar does not support the grammar), and then compiles all of them with the first
 request's choice, so the first request on a server decides which grammars it accepts. Here each library has its own
-manager. They write the same form of token mask, so one batch may mix them.
+manager, and they write masks of one width, so one batch may mix them. Guidance's own masks are as wide as its
+tokenizer, which may have more tokens than the model (Gemma 3 1B has one more): the engine ended at the first such mask
+in a step with one of another width, on a GPU at any. Here each mask is as wide as the model's vocabulary.
 
 `install_output_lengths` keeps the length of a request's list of outputs under asynchronous scheduling. There a new
 token stands as -1 in the list until it is needed, which is the case in steps that have a request with penalties or bad
@@ -31,6 +33,10 @@ every request of the batch, also for one whose prompt has been read only in part
 request's generator back by an offset, which a CPU generator does not have: the error ends the engine. Here the
 generator of such a request is left out of the step, with the same result: one seed gives the same tokens no matter how
 a prompt is split, and whether or not the request is paused and computed again.
+
+`install_thinking_budgets` ends a request's `thinking_token_budget` with it, in vLLM's first model runner. When a
+request ends, the last row of the batch moves into its place. If only the ended one had a budget, vLLM left that budget
+in the row, and forced the end of thinking into the answer of the other. Here it is removed.
 """
 
 from __future__ import annotations
@@ -86,6 +92,8 @@ def failing_with_the_engine(call: Any) -> Any:
 
 _INSTALLED = "atropos_installed"
 _MANAGERS = "atropos_managers"
+_TOKENS_PER_WORD = 32
+"""A mask has one bit for each token."""
 
 
 def install_grammar_libraries() -> None:
@@ -95,13 +103,24 @@ def install_grammar_libraries() -> None:
     if hasattr(StructuredOutputManager, _INSTALLED):
         return
     setattr(StructuredOutputManager, _INSTALLED, True)
-    StructuredOutputManager.grammar_init = _by_library(StructuredOutputManager.grammar_init)
+    StructuredOutputManager.grammar_init = with_each_library(StructuredOutputManager.grammar_init)
+    install_mask_widths()
 
 
-def _by_library(begin: Any) -> Any:
+def with_each_library(begin: Any) -> Any:
+    """Return `begin` changed so that each library begins a request's grammar in a manager of its own."""
+
     def beginning(manager: Any, request: Any) -> None:
-        if request.structured_output_request is not None:
-            begin(_manager_for(manager, request.sampling_params.structured_outputs._backend), request)  # noqa: SLF001
+        if request.structured_output_request is None:
+            return
+        library = request.sampling_params.structured_outputs._backend  # noqa: SLF001
+        chosen = _manager_for(manager, library)
+        try:
+            begin(chosen, request)
+        except Exception:  # vLLM's own manager makes the masks, so it must not be left with a library that cannot
+            if chosen.backend is None:
+                del vars(manager)[_MANAGERS][library]
+            raise
 
     return beginning
 
@@ -114,6 +133,37 @@ def _manager_for(manager: Any, library: str) -> Any:
         if managers[library] is not manager:
             managers[library].backend = None
     return managers[library]
+
+
+@cache
+def install_mask_widths() -> None:
+    """Wrap the masks of the library Guidance, once per process."""
+    from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
+
+    def allocate(backend: Any, rows: int) -> Any:
+        from llguidance.torch import allocate_token_bitmask  # not before it is used: vLLM imports it as late
+
+        return allocate_token_bitmask(rows, backend.vocab_size)
+
+    GuidanceBackend.allocate_token_bitmask = allocate
+    GuidanceGrammar.fill_bitmask = cutting_masks(GuidanceGrammar.fill_bitmask)
+
+
+def cutting_masks(fill: Any) -> Any:
+    """Return `fill` changed so that a row narrower than the tokenizer's tokens gets the first part of their mask."""
+    import torch
+
+    @wraps(fill)
+    def filling(grammar: Any, masks: Any, row: int) -> None:
+        words = -(-grammar.ll_tokenizer.vocab_size // _TOKENS_PER_WORD)
+        if masks.shape[1] == words:
+            fill(grammar, masks, row)
+            return
+        whole = torch.full((1, words), -1, dtype=torch.int32)
+        fill(grammar, whole, 0)
+        masks[row] = whole[0, : masks.shape[1]]
+
+    return filling
 
 
 @cache
@@ -222,3 +272,25 @@ def _without_unfinished_generators(sample: Any) -> Any:
             batch.generators.update(set_aside)
 
     return sampling
+
+
+@cache
+def install_thinking_budgets() -> None:
+    """Wrap the moves of thinking budgets between rows, once per process."""
+    from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+
+    ThinkingBudgetStateHolder.sync_batch = ending_budgets(ThinkingBudgetStateHolder.sync_batch)
+
+
+def ending_budgets(sync: Any) -> Any:
+    """Return `sync` changed so that a row that a request moves into keeps no budget of the one that has ended there."""
+    from vllm.v1.sample.logits_processor.interface import MoveDirectionality
+
+    @wraps(sync)
+    def syncing(holder: Any, update: Any) -> None:
+        for _, row, direction in update.moved if update else ():
+            if direction == MoveDirectionality.UNIDIRECTIONAL:
+                holder._state.pop(row, None)  # noqa: SLF001  no public way
+        sync(holder, update)
+
+    return syncing

@@ -46,6 +46,8 @@ patches.install_output_lengths()
 
 patches.install_quantised_heads()
 
+patches.install_thinking_budgets()
+
 
 def keep_linear_weights_unpacked() -> None:
     """Make linear layers on a CPU compute with `layer.weight` itself instead of a private packed copy."""

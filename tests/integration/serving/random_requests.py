@@ -23,7 +23,8 @@ HALF_A_CHARACTER = "\ud800"
 HUGE = 2**70
 MALFORMED = [
     ("/generate", {"prompt": [5], "seed": HUGE}),
-    ("/generate", {"prompt": [5], "seed": 2**64 - 2, "n": 4}),
+    ("/generate", {"prompt": [5], "seed": 2**63}),
+    ("/generate", {"prompt": [5], "seed": 2**63 - 2, "n": 4}),
     ("/generate", {"prompt": [5], "seed": -1}),
     ("/generate", {"prompt": [5], "max_tokens": HUGE}),
     ("/generate", {"prompt": [5], "top_k": HUGE}),
@@ -41,6 +42,7 @@ MALFORMED = [
     ("/generate", {"prompt": [5], "model": "nobody"}),
     ("/v1/completions", {"prompt": [5], "top_k": HUGE}),
     ("/v1/completions", {"prompt": [5], "seed": -2, "n": 3}),
+    ("/v1/completions", {"prompt": [5], "seed": 2**63 - 1, "n": 2}),
     ("/v1/completions", {"prompt": [5], "repetition_detection": {"max_pattern_size": HUGE, "min_count": HUGE}}),
     ("/v1/completions", {"prompt": [5], "priority": HUGE}),
     ("/v1/completions", {"prompt": [5], "stop": HALF_A_CHARACTER}),

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from example_trainer.serving.engine import complete_characters, leaves_nothing
-from example_trainer.serving.vllm.patches import keeping_output_lengths, leaving_quantised_heads
+from example_trainer.serving.vllm.patches import (
+    cutting_masks,
+    ending_budgets,
+    install_mask_widths,
+    keeping_output_lengths,
+    leaving_quantised_heads,
+    with_each_library,
+)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in vLLM's imports
@@ -53,6 +60,77 @@ def test_a_request_that_joins_does_not_shorten_the_outputs_of_others():
     keeping_output_lengths(update)(kept)
     assert kept.sampling_metadata.output_token_ids == [[-1, 7], [3, 8], [], [-1]]
     assert kept.sampling_metadata.output_token_ids[0] is first, "the processor of min_tokens holds this list"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in vLLM's imports
+def test_a_thinking_budget_ends_with_its_request():
+    """The request that moves into the row had the end of thinking forced into its answer."""
+    from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
+    from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+
+    begin, end, sync = 7, 8, inspect.unwrap(ThinkingBudgetStateHolder.sync_batch)
+
+    def forced(sync):
+        words = SimpleNamespace(reasoning_start_token_ids=[begin], reasoning_end_token_ids=[end])
+        holder = ThinkingBudgetStateHolder(words, 4, 0, torch.device("cpu"), False)
+        with_budget, without = (SimpleNamespace(thinking_token_budget=budget) for budget in (2, None))
+        rows = [(0, with_budget, [begin], []), (1, without, [1], []), (2, with_budget, [begin], [3, 3])]
+        sync(holder, BatchUpdate(batch_size=3, removed=[], added=rows, moved=[]))
+        moved = [(1, 0, MoveDirectionality.UNIDIRECTIONAL), (0, 2, MoveDirectionality.SWAP)]
+        sync(holder, BatchUpdate(batch_size=2, removed=[], added=[], moved=moved))
+        holder.update_state([[3, 3], [], [4, 4, 4]], None)
+        return holder.apply_to_logits(torch.zeros(3, 10), False, None)[:, end].bool().tolist()
+
+    assert forced(sync) == [True, False, True], "vLLM has mended it: remove the correction"
+    assert forced(ending_budgets(sync)) == [True, False, False]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in vLLM's imports
+def test_masks_of_guidance_are_as_wide_as_the_models_if_the_tokenizer_has_more_tokens():
+    """Xgrammar and vLLM's second model runner take only that width, and the engine ended at another."""
+    import llguidance
+    from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
+
+    tokenizer, vocabulary = llguidance.LLTokenizer("byte"), 250
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_regex("[a-z]"))
+    grammar = GuidanceGrammar(matcher, tokenizer, vocabulary)
+    fill, masks = inspect.unwrap(GuidanceGrammar.fill_bitmask), torch.full((2, 8), -1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="buffer size"):  # else vLLM has mended it: remove the correction
+        fill(grammar, masks, 1)
+    cutting_masks(fill)(grammar, masks, 1)
+    whole = torch.full((2, 9), -1, dtype=torch.int32)
+    cutting_masks(fill)(grammar, whole, 1)
+    assert tokenizer.vocab_size > 8 * 32
+    assert masks.tolist() == whole[:, :8].tolist()
+    assert masks[1].tolist() == [0, 0, 0, sum(1 << number for number in range(1, 27)), 0, 0, 0, 0], "a to z"
+    install_mask_widths()
+    made = GuidanceBackend.allocate_token_bitmask(SimpleNamespace(vocab_size=vocabulary, ll_tokenizer=tokenizer), 3)
+    assert made.shape == (3, 8)
+
+
+def test_a_library_for_grammars_that_does_not_start_leaves_the_others_able_to():
+    """The first library's manager makes the masks of all, and the engine ended if it had no library."""
+
+    def begin(manager, request):
+        if request.sampling_params.structured_outputs._backend == "broken":
+            raise ValueError(request)
+        manager.backend = manager.backend or request.sampling_params.structured_outputs._backend
+
+    def guided(library):
+        chosen = SimpleNamespace(structured_outputs=SimpleNamespace(_backend=library))
+        return SimpleNamespace(structured_output_request="a grammar", sampling_params=chosen)
+
+    manager, beginning = SimpleNamespace(backend=None), with_each_library(begin)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="broken"):
+            beginning(manager, guided("broken"))
+    beginning(manager, guided("first"))
+    with pytest.raises(ValueError, match="broken"):
+        beginning(manager, guided("broken"))
+    beginning(manager, guided("second"))
+    beginning(manager, SimpleNamespace(structured_output_request=None))
+    assert manager.backend == "first"
+    assert [made.backend for made in vars(manager)["atropos_managers"].values()] == ["first", "second"]
 
 
 def params(**fields):

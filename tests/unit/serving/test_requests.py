@@ -5,10 +5,17 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import orjson
 import pytest
 
-from example_trainer.serving.engine import EngineAdapter
+from example_trainer.serving.engine import (
+    EngineAdapter,
+    check_adapted_head,
+    check_sampling,
+    check_sizes,
+    within_context,
+)
 from example_trainer.serving.generate import GenerateHandler, RequestParser, TokenPrompt, sampling_params
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.responses import (
@@ -139,12 +146,13 @@ def test_tokens_that_the_model_lacks_are_refused_before_they_end_the_engine(toke
     )
     processor = SimpleNamespace(process_inputs=lambda: request)
     core = SimpleNamespace(add_request_async=None)
-    config = SimpleNamespace(get_vocab_size=lambda: 300)
+    config = SimpleNamespace(get_vocab_size=lambda: 300, max_model_len=64)
     EngineAdapter(
         SimpleNamespace(
             input_processor=processor,
             engine_core=core,
             model_config=config,
+            vllm_config=SimpleNamespace(use_v2_model_runner=False),
             tokenizer=tokenizer,
             _add_request=None,
             generate=None,
@@ -251,9 +259,9 @@ def test_a_text_of_the_engines_may_be_empty():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"seed": 2**70}, f"seed: {2**70} is not between 0 and {2**64 - 1}"),
+        ({"seed": 2**63}, f"seed: {2**63} is not between 0 and {2**63 - 1}"),
         ({"seed": -1}, "seed: -1 is not between"),
-        ({"seed": 2**64 - 2, "n": 4}, f"seed: {2**64 - 2} is not between 0 and {2**64 - 1} less the other 3 outputs"),
+        ({"seed": 2**63 - 2, "n": 4}, f"seed: {2**63 - 2} is not between 0 and {2**63 - 1} less the other 3 outputs"),
         ({"max_tokens": 2**63}, f"max_tokens: {2**63} has more than 64 bits"),
         ({"top_k": 2**70}, "top_k"),
         ({"n": -(2**70)}, "n: "),
@@ -265,3 +273,83 @@ def test_numbers_beyond_64_bits_are_refused_before_the_engine_hears_of_them(fiel
         sampling_params(parse(prompt=[5], **fields))
     assert (caught.value.status, caught.value.kind) == (422, "bad-request")
     assert said in caught.value.detail
+
+
+def generated(**fields):
+    """Return sampling parameters as vLLM's input processor leaves them."""
+    plain = dict.fromkeys(("seed", "prompt_logprobs", "prompt_logprob_token_ids", "structured_outputs", "logit_bias"))
+    plain |= {"n": 1, "max_tokens": 8, "min_tokens": 0, "bad_words_token_ids": None, "allowed_token_ids": None}
+    return SimpleNamespace(**plain | {"all_stop_token_ids": {0}} | fields)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in vLLM's imports
+@pytest.mark.parametrize(
+    ("most", "beyond", "said"),
+    [
+        ({"allowed_token_ids": [1] * 1024}, {"allowed_token_ids": [1] * 1025}, "allowed_token_ids: 1025 tokens"),
+        ({"logit_bias": dict.fromkeys(range(1024))}, {"logit_bias": dict.fromkeys(range(1025))}, "logit_bias: 1025"),
+        (
+            {"all_stop_token_ids": set(range(129))},
+            {"all_stop_token_ids": set(range(129)), "min_tokens": 1},
+            "stop_token_ids with min_tokens: 129 tokens are more than the 128 that this server takes",
+        ),
+        ({"bad_words_token_ids": [[1] * 1024]}, {"bad_words_token_ids": [[1] * 1024, [2]]}, "bad_words: 1025"),
+    ],
+)
+def test_lists_longer_than_vllms_rows_are_refused_before_they_end_the_engine(most, beyond, said):
+    """vLLM's second model runner checks them where an error ends the engine with all of its requests."""
+    check_sizes(generated(**most))
+    with pytest.raises(Exception, match=said):
+        check_sizes(generated(**beyond))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in vLLM's imports
+def test_the_rows_of_vllms_second_runner_have_a_limit_still():
+    """If this fails, vLLM has mended it: remove `check_sizes`."""
+    from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+
+    state = SimpleNamespace(prompt_len_np=[3])
+    with pytest.raises(ValueError, match="Too many allowed token IDs"):
+        LogitBiasState.add_request(state, 0, generated(allowed_token_ids=[1] * 1025))
+
+
+def test_token_limits_beyond_the_context_become_the_context_and_fit_32_bits():
+    params = generated(max_tokens=2**40, min_tokens=2**40)
+    within_context(params, 64)
+    assert (params.max_tokens, params.min_tokens) == (64, 64)
+    params = generated(max_tokens=5, min_tokens=2)
+    within_context(params, 64)
+    assert (params.max_tokens, params.min_tokens) == (5, 2)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in vLLM's imports
+def test_the_seed_of_the_last_output_has_63_bits():
+    check_sampling(generated(seed=2**63 - 2, n=2), 300)
+    with pytest.raises(Exception, match="the last of the 2 outputs would have a seed above"):
+        check_sampling(generated(seed=2**63 - 1, n=2), 300)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in vLLM's imports
+def test_numbers_beyond_those_limits_still_end_vllms_second_runner():
+    """If this fails, vLLM has mended it: remove `within_context` and the limit of seeds."""
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
+    from vllm.v1.worker.gpu.states import RequestState
+
+    rows = SimpleNamespace(free_indices=[0], req_id_to_index={}, index_to_req_id={}, max_seq_len=np.zeros(1, np.int32))
+    with pytest.raises(OverflowError):
+        RequestState.add_request(rows, "a", 3, [1, 2, 3], 0, 2**31)
+    number = SimpleNamespace(np=np.zeros(1, np.int64))
+    seeds = SimpleNamespace(
+        **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seeds"), number), vocab_size=9, seeds_set=[False]
+    )
+    asked = SimpleNamespace(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=2**63)
+    with pytest.raises(OverflowError):
+        SamplingStates.add_request(seeds, 0, asked)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in vLLM's imports
+def test_prompt_logprobs_that_would_lack_a_part_of_the_adapter_are_refused():
+    check_adapted_head(generated(), "a")
+    for asked in ({"prompt_logprobs": 0}, {"prompt_logprob_token_ids": [[1]]}):
+        with pytest.raises(Exception, match="'a' changes the output head"):
+            check_adapted_head(generated(**asked), "a")
