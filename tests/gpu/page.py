@@ -32,6 +32,8 @@ class Finding:
 
     value: Value | None
     reason: str | None = None
+    tried: bool = True
+    """False if the time of the whole run ended before the check did: then an earlier value stays."""
 
     def cells(self, claim: Claim) -> tuple[str, str]:
         """Return the columns `measured` and `holds`."""
@@ -111,10 +113,16 @@ def updated(
     before, measured_on = parse(page)
     if machine is None:
         machine = measured_on
-    kept = before if machine == measured_on else {}
+    kept = before if _without_patch(machine) == _without_patch(measured_on) else {}
+    new = {name: finding for name, finding in findings.items() if finding.tried or name not in kept}
     head, _, rest = page.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    return head + render({**kept, **findings}, machine, stated) + tail
+    return head + render({**kept, **new}, machine, stated) + tail
+
+
+def _without_patch(machine: str | None) -> str | None:
+    """Return a machine's description with the branch of its driver alone: machines of one kind differ in the rest."""
+    return machine and re.sub(r"(, driver \d+)[\d.]*", r"\1", machine)
 
 
 def lines_of(findings: Mapping[str, Finding]) -> list[str]:

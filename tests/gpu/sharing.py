@@ -33,9 +33,10 @@ from example_trainer.weight_protocol.segment import SharedSegment, make_segment
 from example_trainer.weight_protocol.shm_header import sweep_stale_files
 from example_trainer.weights.tensor_map import StridedRegion, view_at
 from tests.gpu.modes import memory_taken
+from tests.gpu.page import ROOT
 from tests.gpu.training import make_model, make_rows, run_step
+from tests.gpu.variables import with_repository
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = (2, 256, 512)
 LARGE = (28, 1536, 8960)  # the shape of a 1.5B model
 PUBLISHES = 5
@@ -85,7 +86,7 @@ class ExporterProcess:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            env=with_repository(os.environ, **environment),
         )
 
     def ask(self, command: str) -> Any:
@@ -292,18 +293,20 @@ RUNS = {each.__name__: each for each in (step_beside_server, publish_beside_step
 
 
 def find(run: str, scale: str = "full", *, seconds: float = 120.0, **environment: str) -> dict[str, float]:
-    """Run `python -m tests.gpu.sharing` and return all that it found before it ended, in one mapping.
+    """Run `python -m tests.gpu.sharing` and return all that it found before it ended or was ended, in one mapping.
 
     Raises `RuntimeError` if it found nothing.
     """
     command = [sys.executable, "-m", "tests.gpu.sharing", run, scale]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run(
-        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=seconds, check=False
-    )
-    found = {name: value for line in done.stdout.splitlines() for name, value in json.loads(line).items()}
+    variables = with_repository(os.environ, **environment)
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, timeout=seconds, check=False)
+        output, errors, end = done.stdout, done.stderr, f"ended with code {done.returncode}"
+    except subprocess.TimeoutExpired as ran:
+        output, errors, end = ran.stdout or b"", ran.stderr or b"", f"ran longer than {seconds:g} s"
+    found = {name: value for line in output.splitlines() for name, value in json.loads(line).items()}
     if not found:
-        raise RuntimeError((done.stderr.strip().splitlines() or [f"{run} ended with code {done.returncode}"])[-1])
+        raise RuntimeError((errors.decode(errors="replace").strip().splitlines() or [f"{run} {end}"])[-1])
     return found
 
 

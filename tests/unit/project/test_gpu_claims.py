@@ -107,6 +107,16 @@ def test_values_of_another_machine_go_and_those_of_this_one_stay() -> None:
     assert machine == "GPU B"
 
 
+def test_values_of_a_machine_whose_driver_has_another_patch_stay() -> None:
+    """A lease begun again may get another machine of the same kind."""
+    page = pages.updated(f"{pages.BEGIN}\n{pages.END}\n", {"mfu": Finding(0.3)}, "a GPU, driver 580.159.03", {})
+    same, machine = pages.parse(pages.updated(page, {"one-copy": Finding(0.0)}, "a GPU, driver 580.159.04", {}))
+    assert set(same) == {"mfu", "one-copy"}
+    assert machine == "a GPU, driver 580.159.04"
+    other, _ = pages.parse(pages.updated(page, {"one-copy": Finding(0.0)}, "a GPU, driver 590.1", {}))
+    assert set(other) == {"one-copy"}
+
+
 def test_a_value_is_judged_as_it_is_printed() -> None:
     claim = claim_of("packed-to-padded")
     assert claim.show(1.3496) == "1.35"

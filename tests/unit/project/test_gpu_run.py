@@ -5,10 +5,16 @@ The machine and the values of the checks are simulated here.
 
 from __future__ import annotations
 
+import json
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.gpu import page as pages
@@ -160,6 +166,122 @@ def test_a_file_whose_checks_cannot_be_read_says_so_for_each_claim(folder: Path,
 def test_files_for_which_no_time_is_left_say_so(folder: Path, out: Path) -> None:
     parts = run.run_files([folder / "test_sharing_time.py"], out, [], seconds=1)
     assert "no time was left" in str(run.findings_of(parts)["step-beside-replay"].reason)
+
+
+def test_files_with_the_shortest_limit_are_first_and_those_that_need_vllm_last(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is ended early has then shown most."""
+    monkeypatch.setattr(run, "run_file", lambda *_: None)
+    files = sorted(run.FOLDER.glob("test_*.py"))
+    names = [part.path.name for part in run.run_files(files, out, [], seconds=1e6)]
+    limits = [run.limit_of(Path(name)) for name in names if "vllm" not in name]
+    assert limits == sorted(limits)
+    assert ["vllm" in name for name in names] == sorted("vllm" in name for name in names)
+    assert names.index("test_cuda_ipc.py") < names.index("test_learner.py") < names.index("test_kernels.py")
+
+
+def test_files_for_which_the_time_was_too_short_leave_the_values_of_an_earlier_run(
+    folder: Path, out: Path, page: Path
+) -> None:
+    """A second run on the same machine took the first one's values away when its time ended."""
+    machine = "one GPU, driver 580.159.04"
+    page.write_text(pages.updated(page.read_text(), {"step-beside-replay": Finding(2.0)}, machine, {}))
+    parts = run.run_files([folder / "test_sharing_time.py"], out, [], seconds=1)
+    parts += run.run_files([folder / "test_cuda_ipc.py"], out, ["-k", "held"], seconds=200)
+    run.conclude(parts, machine, out, page)
+    found, _ = pages.parse(page.read_text())
+    assert found["step-beside-replay"] == Finding(2.0)
+    assert "no time was left" in str(found["replay-beside-step"].reason)
+    assert found["graph-reads-published"] == Finding(True)
+
+
+def test_packages_on_the_path_are_found_by_the_checks(
+    folder: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing can be installed, packages are unpacked into a folder on PYTHONPATH, which was overwritten."""
+    (tmp_path / "unpacked").mkdir()
+    (tmp_path / "unpacked" / "an_unpacked_package.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "unpacked"))
+    (folder / "test_numerics.py").write_text("def test_imports():\n    import an_unpacked_package, tests.gpu.page\n")
+    (part,) = run.run_files([folder / "test_numerics.py"], out, [], seconds=200)
+    assert part.code == 0
+
+
+def test_no_process_of_a_file_outlives_it(folder: Path, out: Path, tmp_path: Path) -> None:
+    """A server left by a file that has crashed would compute beside the checks of the next."""
+    text = (
+        "import os, subprocess\nfrom pathlib import Path\ndef test_crashes():\n"
+        f"    left = subprocess.Popen(['sleep', '300'])\n"
+        f"    Path({str(tmp_path / 'left')!r}).write_text(str(left.pid))\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    (folder / "test_numerics.py").write_text(text)
+    run.run_files([folder / "test_numerics.py"], out, [], seconds=200)
+    wait_for_end_of(int((tmp_path / "left").read_text()))
+
+
+def wait_for_end_of(pid: int) -> None:
+    limit = time.monotonic() + 20
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < limit, f"{pid} still runs"
+        time.sleep(0.02)
+
+
+STARTED = """
+import sys
+from pathlib import Path
+from tests.gpu import run
+run.FOLDER, run.pages.PAGE = Path(sys.argv[1]), Path(sys.argv[2])
+run.find_machine = lambda: "a pretended GPU"
+run.GRACE_SECONDS = 2.0
+sys.exit(run.main(["--files", "test_cuda_ipc.py", "test_numerics.py"]))
+"""
+HANGS = """
+import os, time
+from pathlib import Path
+def test_hangs(record_claim, report):
+    record_claim("triton-fp32-default", 1e-3)
+    report("process", str(os.getpid()))
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_leaves_a_table_of_what_it_found_and_no_process(
+    number: signal.Signals, folder: Path, out: Path, page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `timeout` and the end of a lease do: the table was only written at the end, and the check kept the GPU."""
+    monkeypatch.setenv("GPU_OUT", str(out))
+    shutil.copy(run.FOLDER / "pytest.ini", folder)
+    (folder / "test_numerics.py").write_text(HANGS)
+    started = subprocess.Popen([sys.executable, "-c", STARTED, str(folder), str(page)], cwd=ROOT)
+    try:
+        rows = wait_for_rows(out / "test_numerics.jsonl", 2)
+        started.send_signal(number)
+        assert started.wait(60) != 0
+    finally:
+        started.kill()
+    wait_for_end_of(int(rows[1]["figure"][1]))  # type: ignore[index]
+    found, machine = pages.parse(page.read_text())
+    assert machine == "a pretended GPU"
+    assert found["graph-reads-published"] == Finding(True)
+    assert ("triton-fp32-default" in found) == (number == signal.SIGTERM)
+    assert "graph-reads-published" in (out / "table.md").read_text()
+
+
+def wait_for_rows(path: Path, count: int) -> Sequence[dict[str, object]]:
+    limit = time.monotonic() + 120
+    while not path.exists() or len(path.read_text().splitlines()) < count:
+        assert time.monotonic() < limit, f"{path} has no {count} rows"
+        time.sleep(0.05)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_record_that_was_written_in_part_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "rows").write_text('{"claim": "mfu", "value": 0.4}\n{"claim": "one-c')
+    assert run.records_in(tmp_path / "rows") == [{"claim": "mfu", "value": 0.4}]
+    assert run.records_in(tmp_path / "none") == []
 
 
 def test_without_a_gpu_the_command_names_what_it_skips_and_leaves_the_page() -> None:
