@@ -70,7 +70,7 @@ class ObjectiveOptions(BaseModel):
     loss_type: LossType | str = Field(
         "grpo",
         description="The policy-gradient loss. Those that are named after a paper also set its aggregation, norm and "
-        "clip, unless these are given. package.module:function is a loss of your own.",
+        "clip, dppo --cispo-cap too, unless these are given. package.module:function is a loss of your own.",
     )
     importance_sampling: Literal["clip", "truncated", "masked"] = Field(
         "clip",
