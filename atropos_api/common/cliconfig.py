@@ -408,6 +408,8 @@ def _describe(problem: Mapping[str, Any], secret_paths: Container[str]) -> str:
         return f"{flag} is required"
     if ".".join(part for part in parts if not part.isdigit()) in secret_paths or names_secret(parts[-1]):
         return f"{flag}: {message}"
+    if problem["type"] == "dict_type":
+        message = "write NAME=VALUE, or one JSON object; in a file a mapping"
     value = problem.get("input")
     # A flag is always text: YAML has made `yes` a bool, 2024-01-01 a date and 100:4 the number 6004.
     quotes = problem["type"] == "string_type" and isinstance(value, int | float | date)
