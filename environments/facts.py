@@ -43,6 +43,10 @@ PACKAGE = Path(__file__).resolve().parent
 ROLLOUTS = ("collect_trajectories", "collect_trajectory", "collect")
 SAMPLING_NAMES = frozenset({*TRUNCATING, "temperature", "stop"})
 QUESTION, ANSWER = "What is two and two?", "Four."
+WRITTEN_FOR_ATROPOS = (
+    "start an unmodified environment of Atropos by itself, with atropos-compat FILE serve, beside a launch without "
+    "--env, or import environments.sdk in its place (docs/howto/from-atropos.md)"
+)
 _CHATS, _TEXTS = "chat_completion", "completion"
 _DATA_FIELDS = ("data_path", "val_data_path")
 
@@ -105,7 +109,9 @@ def find_facts(server: str, flags: Sequence[str]) -> Facts | None:
         env_cls = _find_class(server)
     except ModuleNotFoundError as error:
         package = (error.name or str(error)).partition(".")[0]
-        return Facts(error=f"its module needs {package}, which is not installed", missing_packages=[package])
+        told = f"its module needs {package}, which is not installed"
+        unusable = f"{told}; {WRITTEN_FOR_ATROPOS}" if package == "atroposlib" else None
+        return Facts(error=unusable or told, missing_packages=[package], unusable_here=unusable)
     except AtroposError as error:
         return Facts(error=str(error))
     except LookupError:

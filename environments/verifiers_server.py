@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from importlib import import_module
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
@@ -58,6 +58,16 @@ class VerifiersRolloutFailed(EnvironmentsError):
 
 class VerifiersEnvConfig(BaseEnvConfig):
     """The configuration names the environment to run and its settings."""
+
+    names_elsewhere: ClassVar[Mapping[str, str]] = {
+        **BaseEnvConfig.names_elsewhere,
+        "args": "use --env.environment-options, as JSON",
+        "env_args": "use --env.environment-options, as JSON",
+        "env_id": "use --env.environment",
+        "environment_args": "use --env.environment-options, as JSON",
+        "id": "use --env.environment",
+        "num_examples": "use --env.eval-problems, of evaluate",
+    }
 
     environment: str = Field("", description="Name of an installed verifiers environment, or a Python file with one.")
     environment_options: JsonObject = Field("{}", description="Arguments of its load_environment, as a JSON object.")

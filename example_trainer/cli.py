@@ -126,7 +126,7 @@ def main() -> NoReturn:
 
 def run(argv: list[str]) -> int:
     """Train as `argv` says; return 0 after the last step, 3 if `--stop-on` ended the run, 128 + signal after a stop."""
-    refuse_environment_options(argv)
+    refuse_options_of_others(argv)
     settings, own, paths = trainer_settings(argv)
     command = load_config(
         TrainerCommand, own, prog=PROG, description=DESCRIPTION, defaults=settings_from(os.environ) | settings
@@ -161,8 +161,24 @@ def silence_unused_kernels(config: TrainingConfig) -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.NOTSET if config.load_in_4bit else logging.ERROR)
 
 
-def refuse_environment_options(argv: Sequence[str]) -> None:
-    """Raise `ConfigError` for an option of the environment, which has no effect here; the message names its owner."""
+OWNERS: Mapping[str, str] = {
+    "api": "run-api, where it has no prefix",
+    "vllm": "the vLLM server, where it has no prefix",
+    "env": "the environment",
+    "openai": "the environment",
+    "teacher": "the environment",
+}
+"""The programs whose options carry a section as prefix under the launcher."""
+
+
+def refuse_options_of_others(argv: Sequence[str]) -> None:
+    """Raise `ConfigError` for an option of another program, which has no effect here; the message names its owner."""
+    for word in (argument.partition("=")[0] for argument in argv if argument.startswith("--")):
+        section, dot, _ = word[2:].removeprefix("no-").partition(".")
+        if section in OWNERS and (dot or section == "env"):
+            raise ConfigError(
+                f"{word} is an option of {OWNERS[section]}: pass it to that program, or use atropos-grpo-run"
+            )
     found = find_environment_option(argv)
     if found is not None:
         raise ConfigError(

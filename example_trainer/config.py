@@ -10,16 +10,20 @@ import torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from pydantic import model_validator
 
 from atropos_api.common.cliconfig import ConfigError
 from example_trainer.options.conflicts import reason_to_refuse
+from example_trainer.options.names_elsewhere import TRAINING_NAMES
 from example_trainer.options.training_options import TrainingOptions
 
 
 class TrainingConfig(TrainingOptions):
     """All settings of one trainer process, flat, validated together."""
+
+    names_elsewhere: ClassVar[Mapping[str, str]] = TRAINING_NAMES
 
     @model_validator(mode="after")
     def _refuse_what_cannot_work(self) -> TrainingConfig:

@@ -73,7 +73,7 @@ def load_config(
     )
     if rest:
         # This comes before validation: a misspelt flag often causes a "missing" error, and its name helps more.
-        _refuse_unknown(rest[0], list_options(model))
+        _refuse_unknown(rest[0], model)
     return validate(model, values)
 
 
@@ -94,7 +94,7 @@ def load_config_with_rest(
         # Another parser may know these arguments, so they are refused only if they explain what is missing here.
         for argument in rest:
             if argument.startswith("--") and nearest(argument.split("=", 1)[0], _known_flags(list_options(model))):
-                _refuse_unknown(argument, list_options(model))
+                _refuse_unknown(argument, model)
         raise
 
 
@@ -102,7 +102,7 @@ def refuse_unknown_option(model: type[BaseModel], arguments: Iterable[str]) -> N
     """Raise `ConfigError` for the first of these arguments, none of which is the model's, that looks like an option."""
     for argument in arguments:
         if argument.startswith("-"):
-            _refuse_unknown(argument, list_options(model))
+            _refuse_unknown(argument, model)
 
 
 def read_config_file(
@@ -311,12 +311,29 @@ def _with_default(option: Option, defaults: Mapping[str, object]) -> Option:
     return replace(option, default=value, required=False)
 
 
-def _refuse_unknown(argument: str, options: Sequence[Option]) -> NoReturn:
+def _refuse_unknown(argument: str, model: type[BaseModel]) -> NoReturn:
     if not argument.startswith("-"):
-        raise ConfigError(f"unexpected argument {argument!r}; options start with --")
+        is_file = argument.endswith((".yaml", ".yml"))
+        instead = f"a file of settings is named by --config {argument}" if is_file else "options start with --"
+        raise ConfigError(f"unexpected argument {argument!r}; {instead}")
     flag = argument.split("=", 1)[0]
-    suggestion = nearest(flag.replace("_", "-"), _known_flags(options))
-    raise ConfigError(f"unknown option {flag}{suggestion} (--help lists all)")
+    remark = _remark_on(model, flag) or nearest(flag.replace("_", "-"), _known_flags(list_options(model)))
+    raise ConfigError(f"unknown option {flag}{remark} (--help lists all)")
+
+
+def _remark_on(model: type[BaseModel], name: str) -> str:
+    """Return `: SENTENCE` for a flag or key that a model's `names_elsewhere` explains, else an empty text.
+
+    That mapping holds names of other frameworks, each with the way to say the same here.
+    """
+    *groups, leaf = name.removeprefix("--").replace("-", "_").split(".")
+    for group in groups:
+        inner = nested_model(model.model_fields[group].annotation) if group in model.model_fields else None
+        if inner is None:
+            return ""
+        model = inner
+    sentences: Mapping[str, str] = getattr(model, "names_elsewhere", {})
+    return f": {sentences[leaf]}" if leaf in sentences else ""
 
 
 def _known_flags(options: Sequence[Option]) -> list[str]:
@@ -345,7 +362,7 @@ def check_keys(model: type[BaseModel], values: Mapping[str, Any], *, where: str)
             if model.model_config.get("extra") != "forbid":
                 checked[str(key)] = value
                 continue
-            raise ConfigError(f"{where}: unknown key {key!r}{nearest(str(key), names)}")
+            raise ConfigError(f"{where}: unknown key {key!r}{_remark_on(model, str(key)) or nearest(str(key), names)}")
         if (before := spelt.setdefault(name, str(key))) != str(key):
             raise ConfigError(f"{where}: {before!r} and {key!r} are one setting; leave one of them out")
         nested = nested_model(model.model_fields[name].annotation)
@@ -408,6 +425,8 @@ def _describe(problem: Mapping[str, Any], secret_paths: Container[str]) -> str:
         return f"{flag} is required"
     if ".".join(part for part in parts if not part.isdigit()) in secret_paths or names_secret(parts[-1]):
         return f"{flag}: {message}"
+    if problem["type"] == "dict_type":
+        message = "write NAME=VALUE, or one JSON object; in a file a mapping"
     value = problem.get("input")
     # A flag is always text: YAML has made `yes` a bool, 2024-01-01 a date and 100:4 the number 6004.
     quotes = problem["type"] == "string_type" and isinstance(value, int | float | date)

@@ -54,14 +54,19 @@ class RewardSpec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _parse(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        if not value.lstrip().startswith("{"):
+        if isinstance(value, str) and not value.lstrip().startswith("{"):
             return {"name": value}
         try:
-            return json.loads(value)
+            read = json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
             raise ValueError(f"a reward is a name or a JSON object, and this is no JSON ({error})") from error
+        unknown = [key for key in read if key not in cls.model_fields] if isinstance(read, Mapping) else []
+        if unknown:
+            from atropos_api.common.cliconfig import nearest
+
+            known = ", ".join(cls.model_fields)
+            raise ValueError(f"unknown key {unknown[0]!r}{nearest(str(unknown[0]), cls.model_fields)} (keys: {known})")
+        return read
 
     def __str__(self) -> str:
         return self.name

@@ -23,9 +23,10 @@ class RewardFailed(AtroposError):
 def reward_failed(name: str, reward: Any, samples: Sequence[Any], error: Exception) -> RewardFailed:
     """Return the error to raise for one that the reward `name` raised while it scored `samples`."""
     raised = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    forms = "" if _was_entered(reward, error) else ": it is called as f(samples), or f(prompts, completions, **columns)"
     return RewardFailed(
         f"reward {name} failed at {place_of(reward, error)}: {raised:.{LONGEST_REASON}}; a sample has "
-        f"{_listed(columns_of(samples))}. Correct the reward, or the columns of the data"
+        f"{_listed(columns_of(samples))}. Correct the reward, or the columns of the data{forms}"
     )
 
 
@@ -39,6 +40,12 @@ def place_of(reward: Any, error: Exception) -> str:
     last, line = frames[-1]
     functions = [each.co_name for each, _ in frames if not each.co_name.startswith("<")]  # `<listcomp>` is no function
     return f"{Path(last.co_filename).name}:{line}, in {functions[-1] if functions else last.co_name}"
+
+
+def _was_entered(reward: Any, error: Exception) -> bool:
+    """Return False if a function's parameters did not fit the call, so that none of its lines ran."""
+    code = _code_of(reward)
+    return code is None or any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def columns_of(samples: Sequence[Any]) -> list[str]:

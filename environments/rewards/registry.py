@@ -55,9 +55,16 @@ def load_reward(name: str) -> Any:
         )
     module, _, attribute = target.rpartition(":")
     try:
-        return getattr(_load_file(module) if module.endswith(".py") else import_own(module), attribute)
+        loaded = _load_file(module) if module.endswith(".py") else import_own(module)
+        found = getattr(loaded, attribute, None)
     except Exception as error:  # a module may raise anything while it is loaded
         raise RewardUnknown(f"reward {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+    if found is None:
+        offered = ", ".join(key for key, value in vars(loaded).items() if callable(value) and not key.startswith("_"))
+        raise RewardUnknown(
+            f"reward {name!r} cannot be loaded: {module} has no {attribute!r}; it has {offered or 'none'}"
+        )
+    return found
 
 
 def make_reward(name: str, params: Mapping[str, Any] | None = None) -> Reward:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -68,10 +68,32 @@ class EvalHandlingEnum(StrEnum):
     NONE = "NONE"
 
 
+_SAMPLING = "this environment has no such setting: its code samples, at temperature 1 unless it says otherwise"
+_LONGEST_ANSWER = "use --env.max-new-tokens where the environment has it, else --env.max-token-length"
+
+NAMES_ELSEWHERE: Mapping[str, str] = {
+    "max_completion_length": _LONGEST_ANSWER,
+    "max_completion_tokens": _LONGEST_ANSWER,
+    "max_concurrent": "use --env.max-num-workers, in groups",
+    "max_new_tokens": "this environment has --env.max-token-length alone",
+    "max_response_length": _LONGEST_ANSWER,
+    "max_tokens": _LONGEST_ANSWER,
+    "num_generations": "use --env.group-size",
+    "reward_functions": "use --env.reward, of dataset_server.py",
+    "reward_funcs": "use --env.reward, of dataset_server.py",
+    "rollouts_per_example": "use --env.group-size",
+    "temperature": _SAMPLING,
+    "top_k": _SAMPLING,
+    "top_p": _SAMPLING,
+}
+"""Settings of TRL, verl and verifiers that are unknown here, each with the sentence that their error line gets."""
+
+
 class BaseEnvConfig(BaseModel):
     """Settings of every environment: each is set with `--env.<field>`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    names_elsewhere: ClassVar[Mapping[str, str]] = NAMES_ELSEWHERE
 
     group_size: int = Field(4, ge=1, description="Rollouts of one item.")
     max_num_workers: int = Field(-1, description="Groups collected at once; -1: max_num_workers_per_node x servers.")

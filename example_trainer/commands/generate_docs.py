@@ -50,6 +50,28 @@ the package: `demo`, `gsm8k`, `math_zero_shared` or `math_zero_lora`. In a check
 `example_trainer/configs/`.
 """
 
+RUN_FILE = """\
+### The run file
+
+A YAML file for all programs, such as `configs/demo.yaml`. Each program reads its own section, so `run-api --config`,
+`atropos-grpo --config` and `python ENV.py serve --config` take the same file. A section that is not there holds
+nothing: without `env` (or `--env`) and `environments` no environment is started.
+
+| section | holds |
+|---|---|
+| `trainer` | the trainer's options; the launcher's own, in the table above, are flags only |
+| `modes` | options of `trainer` that differ in a weight sync mode: `modes: {lora_only: {lr: 1.0e-5}}` |
+| `modes_on_gpu` | the same, over `modes`, where vLLM serves from a GPU |
+| `api` | options of `run-api` ([the broker](broker.md#flags-of-run-api)) |
+| `vllm` | options of the inference server, below, and all others of vLLM |
+| `env`, `openai` | settings of the environment, and of the servers that it asks \
+([all of them](environments.md#flags-of-every-environment)); `env.server` is its file |
+| `teacher` | the server of [a teacher](../howto/distillation.md) |
+| `environments` | [several of them](../howto/your-own-environment.md#several-in-one-run), each with `env`, `openai` |
+| `placement` | [sizes over nodes](../howto/servers-that-come-and-go.md#plan-the-sizes-of-a-run-over-nodes), and \
+[a Ray cluster](../howto/ray.md#what-each-program-gets) |
+"""
+
 SERVER_VERBS = """\
 ## `atropos scale` and `atropos drain`: inference servers of a run that goes on
 
@@ -165,6 +187,7 @@ def cli_page() -> str:
         "## `atropos-grpo-run`: broker, vLLM, environment and trainer at once\n",
         LAUNCHER_INTRODUCTION,
         option_table(launcher),
+        RUN_FILE,
         "## `atropos-sft`: supervised fine-tuning\n",
         "[SFT, then GRPO](../howto/sft.md) is the guide. Its exit codes are 0, 2 and 128 + n below.\n",
         option_table(list_options(SftCommand)),

@@ -253,6 +253,10 @@ def config_path(name: str, *, flag: str) -> Path:
     """Return the path of the config.json of a directory, or of a Hugging Face id in the local cache."""
     if (path := find_file(name, CONFIG_FILE)) is not None:
         return path
+    if name.startswith(("/", ".", "~")) or Path(name).is_dir():
+        raise ModelNotFound(
+            f"{flag} {name}: no directory with a {CONFIG_FILE}; name a model's folder, or its id on the hub"
+        )
     sizes = f"not one of the sizes {', '.join(REFERENCE_SHAPES)}, " if flag == "--memory" else ""
     raise ModelNotFound(
         f"{flag} {name}: {sizes}not a directory, and not in the local Hugging Face cache; "

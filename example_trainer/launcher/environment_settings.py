@@ -127,9 +127,11 @@ def _server_of(
         given = " ".join(map(str, server))
         raise ConfigError(f"--env.server takes one name, got {given}; a run file is named by --config FILE")
     if not isinstance(server, str):
+        asked = ", ".join({**(entry.get("env") or {}), **flags})
+        settings = f" for the settings {asked} (--env.*, env:)" if asked else ""
         raise ConfigError(
-            f"{name} names no environment server; give its file or module as env.server in the run file, or as "
-            "--env.server"
+            f"{name} names no environment server{settings}; name its file or module: --env dataset_server.py, for "
+            "instance, or env.server in the run file"
         )
     return server, in_file if isinstance(in_file, str) else None
 

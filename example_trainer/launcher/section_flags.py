@@ -86,15 +86,19 @@ def _expand_env_flag(argument: str) -> str:
 
 def _section_of(argument: str, flags_by_section: Mapping[str, list[list[str]]]) -> list[str] | None:
     """Add a new group for this flag to its section and return it; None for a flag without a section."""
-    name = argument[2:].removeprefix("no-").split("=", 1)[0]
+    flag = argument.split("=", 1)[0]
+    name = flag[2:].removeprefix("no-")
     section, dot, _ = name.partition(".")
     if not dot:
         return None
     if name.startswith(f"{TEACHER_SERVER}."):
         section = TEACHER_SERVER
+    if section == "trainer":
+        bare = flag.replace("trainer.", "", 1)
+        raise ConfigError(f"unknown option {flag}: the trainer's options have no prefix; write {bare}")
     if section not in flags_by_section:
         raise ConfigError(
-            f"unknown option {argument}{nearest(section, flags_by_section)} (sections: {', '.join(flags_by_section)})"
+            f"unknown option {flag}{nearest(section, flags_by_section)} (sections: {', '.join(flags_by_section)})"
         )
     flags_by_section[section].append([])
     return flags_by_section[section][-1]

@@ -232,8 +232,9 @@ def load_own_optimizer(settings: OptimizerSettings, device: torch.device) -> Opt
     module_name, _, function_name = settings.name.partition(":")
     try:
         maker: OptimizerMaker = getattr(import_own(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise OptimizerUnavailable(f"{flag} cannot be imported: {error}; check the path, and PYTHONPATH") from error
+    except Exception as error:  # a user's module may raise anything while it is loaded
+        raised = f"{type(error).__name__}: {error}"
+        raise OptimizerUnavailable(f"{flag} cannot be imported: {raised}; check the path, and PYTHONPATH") from error
     tried = [nn.Parameter(torch.ones(shape, device=device)) for shape in ((4, 4), (4,))]
     for parameter in tried:
         parameter.grad = torch.ones_like(parameter)

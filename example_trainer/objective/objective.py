@@ -72,8 +72,11 @@ def load_own_loss(name: str) -> OwnLoss:
     module_name, _, function_name = name.partition(":")
     try:
         loss: OwnLoss = getattr(import_own(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise UnusableLoss(f"--loss-type {name} cannot be imported: {error}; check the path, and PYTHONPATH") from error
+    except Exception as error:  # a user's module may raise anything while it is loaded
+        raised = f"{type(error).__name__}: {error}"
+        raise UnusableLoss(
+            f"--loss-type {name} cannot be imported: {raised}; check the path, and PYTHONPATH"
+        ) from error
     _try(name, loss)
     return loss
 
@@ -93,7 +96,8 @@ def _try(name: str, loss: OwnLoss) -> None:
         values = loss(inputs, LossSettings(loss_type=name))
     except Exception as error:
         raise UnusableLoss(
-            f"--loss-type {name} fails on three tokens: {error!r}; give it the signature of own_loss's example"
+            f"--loss-type {name} fails on three tokens: {error!r}; give it the signature of the example in "
+            "docs/explanation/the-objective.md"
         ) from error
     if not isinstance(values, torch.Tensor) or values.shape != logprobs.shape or not values.requires_grad:
         found = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from pydantic import BaseModel, Field, field_validator
 
 from atropos_api.common.option_flags import aliases
-from example_trainer.options.objective import IMPORT_PATH
+from example_trainer.options.objective import IMPORT_PATH, refuse_file
 
 Kernels = Literal["auto", "liger", "compile", "eager"]
 OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
@@ -214,6 +214,7 @@ class OptimizerOptions(BaseModel):
     @field_validator("optimizer")
     @classmethod
     def _check_optimizer(cls, value: str) -> str:
+        refuse_file(value)
         known = get_args(OptimizerName)
         if value in known or IMPORT_PATH.fullmatch(value):
             return value

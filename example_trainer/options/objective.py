@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, Field, field_validator, model_validator
@@ -64,13 +65,21 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """A user's own part of the objective, named as `package.module:function`."""
 
 
+def refuse_file(value: str) -> None:
+    """Raise `ValueError` if a user's own part is named by a file, `losses.py:mine`, as rewards may be."""
+    module, colon, function = value.rpartition(":")
+    if colon and module.endswith(".py"):
+        named = f"{PurePath(module).stem}:{function}"
+        raise ValueError(f"{value} names a file; write {named}, and start in the file's folder, which is searched")
+
+
 class ObjectiveOptions(BaseModel):
     """Advantages and loss."""
 
     loss_type: LossType | str = Field(
         "grpo",
         description="The policy-gradient loss. Those that are named after a paper also set its aggregation, norm and "
-        "clip, unless these are given. package.module:function is a loss of your own.",
+        "clip, dppo --cispo-cap too, unless these are given. package.module:function is a loss of your own.",
     )
     importance_sampling: Literal["clip", "truncated", "masked"] = Field(
         "clip",
@@ -255,6 +264,7 @@ class ObjectiveOptions(BaseModel):
     def _check_loss_type(cls, value: str) -> str:
         if value in NAMES_ELSEWHERE:
             raise ValueError(f"{value} is not a loss type here; use {NAMES_ELSEWHERE[value]}")
+        refuse_file(value)
         known = get_args(LossType)
         if value in known or IMPORT_PATH.fullmatch(value):
             return value

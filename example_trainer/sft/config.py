@@ -7,8 +7,9 @@ that of mode `lora_restart`, and the loss is the mean over tokens of -log p. Thi
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -19,6 +20,7 @@ from atropos_api.common.option_flags import aliases, flag
 from example_trainer.config import TrainingConfig
 from example_trainer.options.conflicts import ADAPTER_SETTINGS
 from example_trainer.options.model import FitOptions, LoadingOptions, LoraOptions, MicroBatchOptions, OptimizerOptions
+from example_trainer.options.names_elsewhere import FINE_TUNING_NAMES
 from example_trainer.options.training_options import LARGEST_SEED, LoggingOptions, ProcessOptions
 
 ROW_MULTIPLE_WITHOUT_PACKING = 8
@@ -139,6 +141,7 @@ class SftConfig(
     """All settings of supervised fine-tuning, flat, validated together."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    names_elsewhere: ClassVar[Mapping[str, str]] = FINE_TUNING_NAMES
 
     use_lora: bool = Field(False, description="Train a LoRA adapter on the frozen model instead of its weights.")
 

@@ -111,6 +111,7 @@ async def test_a_mistake_is_told_at_the_start_with_its_line_and_the_columns_that
     assert message.startswith(f"reward {shown} failed at bad.py:{line_of(at)}, in {function}: ")
     assert told in message
     assert "a sample has prompt, completion, answer, topic. Correct the reward" in message
+    assert message.endswith("f(prompts, completions, **columns)") == (name == "of_columns"), "it was never entered"
     (record,) = [one for one in caplog.records if one.levelno == logging.ERROR]
     assert "Traceback" in logging.Formatter().format(record)
 

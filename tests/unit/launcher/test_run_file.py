@@ -240,6 +240,15 @@ def test_section_flags_may_be_negated() -> None:
         ),
         (["--model-name", "m", "--opneai.x", "1"], "unknown option --opneai.x, did you mean openai?"),
         (["--config"], "--config needs the path"),
+        (["run.yaml"], "unexpected argument 'run.yaml'; a file of settings is named by --config run.yaml"),
+        (
+            ["--model-name", "m", "--trainer.atropos_token=x"],
+            "unknown option --trainer.atropos_token: the trainer's options have no prefix; write --atropos_token",
+        ),
+        (
+            ["--model-name", "m", "--num-generations", "8"],
+            "environment names no environment server for the settings group_size (--env.*, env:); name its file",
+        ),
         (
             ["--model-name", "m", "--env", "a_server.py", "run.yaml"],
             "takes one name, got a_server.py run.yaml; a run file",
@@ -269,7 +278,10 @@ def test_mistakes_on_the_command_line_are_reported_with_the_remedy(argv: list[st
         ("environments: [{file: f.py, openai: 7}]\ntrainer: {model_name: m}\n", "section 'environments' takes"),
         ("trainer: {model_name: m}\nmodes: {shared_vllm: [1]}\n", "section 'modes' takes settings by weight bridge"),
         ("trainer: {model_name: m}\nmodes: [1]\n", "section 'modes' takes settings by weight bridge mode, got [1]"),
-        ("trainer: {model_name: m}\nenv: {group_size: 3}\n", "env.server in the run file, or as --env.server"),
+        (
+            "trainer: {model_name: m}\nenv: {group_size: 3}\n",
+            "for the settings group_size (--env.*, env:); name its file",
+        ),
         ("environments: [{file: f.py, evn: {}}]\ntrainer: {model_name: m}\n", "'evn' in entry 1, did you mean env?"),
         ("environments: [{file: f.py}, {group_size: 4}]\ntrainer: {model_name: m}\n", "belong under env"),
         ("trainer: {model_name: m}\nmodes: {lora_onli: {lr: 1}}\n", "mode 'lora_onli', did you mean lora_only?"),

@@ -296,6 +296,22 @@ def test_a_file_or_name_that_is_not_there_is_told_before_any_program_is_started(
     assert not started.exists()
 
 
+def test_an_environment_that_imports_atroposlib_is_told_how_to_start_before_any_program_is_started(
+    tmp_path: Path,
+) -> None:
+    written, model, started = tmp_path / "their_env.py", tmp_path / "model", tmp_path / "started"
+    written.write_text("from atroposlib.envs.base import BaseEnv\n")
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    program = ("-c", f"open({str(started)!r}, 'w').close()")
+    argv = ["--model-name", str(model), "--run-dir", str(tmp_path / "run"), "--env", str(written)]
+    launch = plan_launch(read_settings(argv))
+    launch.programs = Programs(broker=program, vllm=program, trainer=program)
+    with pytest.raises(ConfigError, match=r"needs atroposlib.*atropos-compat FILE serve"):
+        launch.go()
+    assert not started.exists()
+
+
 def test_an_environment_of_which_nothing_is_known_is_not_refused(tmp_path: Path) -> None:
     silent = tmp_path / "silent_env.py"
     silent.write_text("import time; time.sleep(600)")

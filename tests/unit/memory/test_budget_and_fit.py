@@ -331,6 +331,9 @@ def test_the_doctor_prints_the_range_that_layer_filters_take(
     assert "last-12 is 20-31" in printed
     with pytest.raises(ModelNotFound, match="--layers nobody/nothing-here: not a directory"):
         main.run(["doctor", "--layers", "nobody/nothing-here"])
+    for flag in ("--layers", "--memory"):
+        with pytest.raises(ModelNotFound, match=f"{flag} /no/such/model: no directory with a config.json"):
+            main.run(["doctor", flag, "/no/such/model"])
 
 
 def test_a_directory_is_read_and_a_name_that_is_nowhere_is_reported(tmp_path: Path) -> None:

@@ -282,6 +282,13 @@ def test_a_loss_in_the_working_directory_is_found_and_the_directory_is_not_searc
     assert sys.path == places
 
 
+def test_a_module_that_cannot_be_read_is_one_line_with_its_place(own_module: str, tmp_path: Path) -> None:
+    (tmp_path / "my_pkg_of_losses" / "my_module.py").write_text("def mine(:\n")
+    with pytest.raises(UnusableLoss, match=r"cannot be imported: SyntaxError: .*my_module.py, line 1") as refused:
+        load_own_loss(f"{own_module}:mine")
+    assert "\n" not in str(refused.value)
+
+
 def test_a_module_that_is_not_there_is_named() -> None:
     with pytest.raises(UnusableLoss, match="no_such_package_of_mine"):
         load_own_loss("no_such_package_of_mine.losses:mine")

@@ -117,6 +117,8 @@ def test_a_flag_reaches_the_loss(argv: str, field: str, value: object) -> None:
 REFUSED = [
     ({"loss_type": "ppo"}, "ppo is not a loss type; use one of grpo"),
     ({"loss_type": "not a path:loss"}, "package.module:function"),
+    ({"loss_type": "losses.py:mine"}, "losses.py:mine names a file; write losses:mine, and start in the file's folder"),
+    ({"optimizer": "own/optimizers.py:mine"}, "own/optimizers.py:mine names a file; write optimizers:mine"),
     ({"loss_type": "cispo", "importance_sampling": "truncated"}, "--cispo-cap"),
     ({"loss_type": "gmpo", "importance_sampling": "masked"}, "set --clip-eps and leave"),
     ({"loss_type": "sapo", "importance_sampling": "truncated"}, "--sapo-temperature-pos"),

@@ -47,7 +47,7 @@ def test_settings_are_words_or_json_and_become_options_of_the_server(argv: list[
         ("dtype=half", "follows from --dtype"),
         ("enable_lora=true", "follows from --weight-bridge-mode"),
         ("api_key=hidden", "VLLM_API_KEY"),
-        ("max_num_seqs", "valid dictionary"),
+        ("max_num_seqs", "write NAME=VALUE, or one JSON object"),
     ],
 )
 def test_an_option_with_a_flag_of_its_own_is_refused_with_that_flag(setting: str, said: str) -> None:

@@ -46,8 +46,8 @@ def known_flags() -> set[str]:
     return {spelt(flag) for option in options for flag in option.flags} | {"--env", "--config"}
 
 
-def test_there_is_a_page_for_each_of_the_three() -> None:
-    assert [page.stem for page in PAGES] == ["from-atropos", "from-trl", "from-verifiers"]
+def test_there_is_a_page_for_each_of_the_four() -> None:
+    assert [page.stem for page in PAGES] == ["from-atropos", "from-trl", "from-verifiers", "from-verl"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

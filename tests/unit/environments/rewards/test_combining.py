@@ -129,8 +129,14 @@ def test_a_configuration_names_rewards_weights_and_parameters(verifier):
 def test_an_unknown_name_is_answered_with_the_nearest_known_one():
     with pytest.raises(RewardUnknown, match="did you mean accuracy"):
         make_reward("acuracy")
-    with pytest.raises(RewardUnknown, match="cannot be loaded"):
+    with pytest.raises(
+        RewardUnknown, match=r"cannot be loaded: environments.rewards has no 'Nothing'; it has .*combine"
+    ):
         make_reward("environments.rewards:Nothing")
+    with pytest.raises(
+        RewardUnusable, match=r"unknown key 'wieght', did you mean weight\? \(keys: name, weight, params"
+    ):
+        combine([{"name": "gsm8k", "wieght": 2}])
     with pytest.raises(RewardUnusable, match="it takes"):
         make_reward("gsm8k", {"correct": 1})
 
