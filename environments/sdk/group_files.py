@@ -23,7 +23,7 @@ import msgspec
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.files import RecentLines, free_path, write_whole
 from atropos_api.common.html_pages import as_html, make_page
-from atropos_api.wire.groups import Group
+from atropos_api.wire.groups import Group, as_plain
 
 UNLIMITED_STEPS = 1_000_000_000
 
@@ -156,7 +156,8 @@ class RecentGroups:
         if started < self._due_at:
             return
         try:
-            self._lines.append(msgspec.json.encode(msgspec.structs.replace(group, messages=group.messages or chats())))
+            shown = msgspec.structs.replace(group, messages=group.messages or chats())
+            self._lines.append(msgspec.json.encode(shown, enc_hook=as_plain))
         except OSError as error:
             logger.warning("%s: no more groups are saved to it (%s)", self.path, error.strerror)
             self._due_at = float("inf")
@@ -185,13 +186,14 @@ class GroupFile:
         self.count = 0
         self._file: FileIO | None = None
 
-    def append(self, group: Group) -> None:
-        """Add a group as a line; after an `OSError`, as of a full disk, nothing of it is in the file."""
+    def append(self, *groups: Group) -> None:
+        """Add groups as a line each; after an error, as of a full disk, nothing of any of them is in the file."""
+        lines = b"".join(msgspec.json.encode(group, enc_hook=as_plain) + b"\n" for group in groups)
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path = free_path(self.path)
             self._file = self.path.open("xb", buffering=0)
-        begin, rest = self._file.tell(), memoryview(msgspec.json.encode(group) + b"\n")
+        begin, rest = self._file.tell(), memoryview(lines)
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
@@ -199,7 +201,7 @@ class GroupFile:
             self._file.truncate(begin)
             self._file.seek(begin)
             raise
-        self.count += 1
+        self.count += len(groups)
 
     def close(self) -> None:
         if self._file is not None:

@@ -133,8 +133,7 @@ class RolloutRunner:
             finally:
                 await self._clean_up(drawn)
             waiting = list(more)  # raises, before a group is saved, where the environment's own code gave no list
-            for group in buffer.accepted:
-                self._delivery.save(group)  # if this fails, nothing of the item is kept, so that it can be tried again
+            self._delivery.save(buffer.accepted)  # if this fails, nothing of the item is kept: it can be tried again
             self.backlog.extend(waiting)
             if not finished and not buffer.accepted:
                 return None

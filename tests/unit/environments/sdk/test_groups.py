@@ -1,10 +1,14 @@
 """Groups before they are sent: aligned, complete, and rejected only for a reason."""
 
+import json
+
 import msgspec
 import numpy as np
 import pytest
 
-from atropos_api.wire.columns_groups import encode_submission
+from atropos_api.client.calls import Calls
+from atropos_api.wire.columns import unpack_body
+from atropos_api.wire.columns_groups import decode_group, encode_submission
 from environments.sdk.config import BaseEnvConfig
 from environments.sdk.groups import GroupRules, as_groups, group_items, to_wire
 from environments.sdk.reporting import EQUAL_SCORES, Rejection
@@ -162,6 +166,25 @@ def test_rows_that_are_not_rows_are_left_for_the_broker_to_refuse():
     group.ref_logprobs = [1, 2]
     body = encode_submission(1, [group])
     assert b'"ref_logprobs":[1,2]' in body
+
+
+@pytest.mark.parametrize("form", ["columns", "json"])
+def test_numbers_of_numpy_are_sent_as_numbers(form):
+    """Groups with them were refused, though arrays of the same numbers are not."""
+    logprobs = [[1.0, np.float32(-0.1), np.float64(-0.1)]] * 2
+    group = convert(inference_logprobs=logprobs, group_overrides={"group_size": np.int64(2)})
+    (sent,) = submitted(group, form)
+    assert sent["group_overrides"] == {"group_size": 2}
+    assert sent["inference_logprobs"] == [[1.0, float(np.float32(-0.1)), -0.1]] * 2
+
+
+def submitted(group, form):
+    """Return the groups of a submission as JSON holds them."""
+    body = Calls(form=form).submit(1, [group], idempotency_key="key").content
+    if form == "json":
+        return json.loads(body)["groups"]
+    _, _, records = unpack_body(body)
+    return [msgspec.to_builtins(decode_group(record)) for record in records]
 
 
 def test_arrays_are_taken_as_lists():
