@@ -118,7 +118,7 @@ def _mapping_of(piece: str) -> Any:
 
 def _value(text: str) -> object:
     """Return a value as a YAML file would hold it: number, switch, list, mapping, else text."""
-    with contextlib.suppress(yaml.YAMLError):
+    with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):  # ValueError: 2024-13-45 is no date
         return yaml.safe_load(text)
     return text
 
@@ -140,6 +140,11 @@ def nested_model(annotation: Any) -> type[BaseModel] | None:
         if isinstance(member, type) and issubclass(member, BaseModel):
             return member
     return None
+
+
+def takes_null(annotation: Any) -> bool:
+    """Return True if None is a value of this annotation."""
+    return type(None) in _members(annotation)
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[Option]:
