@@ -135,7 +135,7 @@ class RolloutRunner:
             waiting = list(more)  # raises, before a group is saved, where the environment's own code gave no list
             self._delivery.save(buffer.accepted)  # if this fails, nothing of the item is kept: it can be tried again
             self.backlog.extend(waiting)
-            if not finished and not buffer.accepted:
+            if not finished and not buffer.accepted and not buffer.dropped:  # what was dropped is counted already
                 return None
             self._dispatch(drawn, buffer)
         return len(buffer.accepted)
