@@ -363,7 +363,7 @@ class Environment(ABC):
             model_name=model_name or self.server.config.model_name,
             seconds=finished - (finished if start_time is None else start_time),
             generation_parameters={"max_new_tokens": self.config.max_token_length, **(generation_parameters or {})},
-            samples=samples or (),
+            samples=() if samples is None else tuple(samples),
             step=self.evaluation_step,
             versions=frozenset(sample_log.versions) if sample_log is not None else frozenset(),
         )

@@ -280,7 +280,12 @@ def _turn(turn: Any) -> str:
 def _content(turn: Mapping[str, Any]) -> str:
     calls = turn.get("tool_calls")
     text = _text(turn.get("content"))
-    return f"{text}\n{json.dumps(calls, indent=1)}" if calls else text
+    return f"{text}\n{json.dumps(calls, indent=1, default=_plain)}" if calls else text
+
+
+def _plain(value: Any) -> Any:
+    """Return a call of a session, which is an object that is read like a mapping, as JSON shows it."""
+    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 def _text(content: Any) -> str:

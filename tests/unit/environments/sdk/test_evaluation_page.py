@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from environments.sdk.evaluation_page import MOST_SAMPLES, render_evaluation
 from environments.sdk.reporting import EvaluationResult
+from environments.sdk.tools import FunctionCall, ToolCall
 
 SAMPLES = [
     {"question": "2+2?", "gold": 4, "text": "2+2=4\n#### 4", "score": 1.0},
@@ -76,3 +78,31 @@ def test_numbers_of_numpy_and_other_objects_are_written_like_plain_ones(tmp_path
     page = (tmp_path / "samples.html").read_text(encoding="utf-8")
     assert "half a pair ⟨U+D83D⟩" in page
     assert ">0.5</span>" in titles(page)[0]
+
+
+CALL = ToolCall(FunctionCall("add", "{}"), id="c1")
+
+
+@pytest.mark.parametrize(
+    ("sample", "written"),
+    [
+        ("a text", "a text"),
+        ([1, 2], [1, 2]),
+        (None, None),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL.model_dump()]}]},
+        ),
+    ],
+    ids=["text", "list", "null", "calls of a session"],
+)
+def test_no_form_of_a_sample_costs_an_evaluation_its_metrics(tmp_path, sample, written):
+    """The page could not show it, and the metrics are written after the page."""
+    result = EvaluationResult(
+        metrics={"eval/accuracy": 0.5}, task_name="mine", model_name="m", seconds=1.0, generation_parameters={},
+        samples=[sample],
+    )  # fmt: skip
+    result.write(tmp_path)
+    assert json.loads((tmp_path / "metrics.json").read_text())["results"]["all"] == {"eval/accuracy": 0.5}
+    assert json.loads((tmp_path / "samples.jsonl").read_text()) == written
+    assert len(titles((tmp_path / "samples.html").read_text())) == 1

@@ -424,6 +424,20 @@ async def test_an_evaluation_leaves_training_the_workers_it_should(tmp_path, han
         assert worker._worker_limit() == left
 
 
+async def test_samples_of_an_evaluation_that_are_made_one_by_one_are_all_written(tmp_path):
+    """A generator was used up by the first of the two files, and the page of none of them failed."""
+
+    class OneByOne(Env):
+        async def evaluate(self, *_, **__):
+            await self.evaluate_log({"eval/x": 1.0}, samples=({"text": text} for text in "ab"))
+
+    async with Rehearsal(OneByOne, ["x"], tmp_path) as rehearsal:
+        folder = await rehearsal.evaluate()
+    assert len((folder / "samples.jsonl").read_text().splitlines()) == 2
+    assert (folder / "samples.html").read_text().count("<summary>") == 2
+    assert (folder / "metrics.json").exists()
+
+
 async def test_process_asks_how_many_groups_where_no_number_is_given(tmp_path):
     """There is no run whose number of steps it could take, so -1 must not end silently."""
     async with Rehearsal(Env, ["a"], tmp_path) as rehearsal:
