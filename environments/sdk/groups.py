@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NotRequired, TypedDict, cast
@@ -268,12 +269,19 @@ PER_TOKEN = (
 )
 
 
+UNORDERED = (Mapping, AbstractSet, str, bytes)
+"""Types that can be iterated and are no list of a group's rollouts."""
+
+
 def _plain_fields(raw: Any) -> Mapping[str, Any]:
     """Return the fields of a group with arrays and tensors as lists; raise an error if `raw` is no group."""
     if not isinstance(raw, Mapping):
         raise TypeError(f"a group is a dictionary with tokens, masks and scores, not {raw!r:.80}")
     if missing := [key for key in ("tokens", "masks", "scores") if raw.get(key) is None]:
         raise ValueError(f"a group needs tokens, masks and scores, and this one has no {' and no '.join(missing)}")
+    for key in ("tokens", "masks", "scores"):
+        if isinstance(raw[key], UNORDERED):  # the scores would be the mapping's keys, or in the set's order
+            raise TypeError(f"{key} is a {type(raw[key]).__name__}, {raw[key]!r:.80}; give a list, an entry a rollout")
     return {**raw, **{key: _as_lists(raw[key]) for key in PER_TOKEN if raw.get(key) is not None}}
 
 
@@ -294,6 +302,8 @@ def _as_score(index: int, score: Any) -> float:
 def _per_sequence(raw: Mapping[str, Any], key: str, count: int) -> Any:
     """Return the value of an optional key; an empty list counts as not given."""
     value = raw.get(key)
+    if isinstance(value, tuple):
+        value = list(value)
     if value is None or (isinstance(value, list) and not value):
         return None
     if isinstance(value, list) and len(value) != count:
