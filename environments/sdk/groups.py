@@ -368,3 +368,13 @@ def as_groups(scored_data: Any) -> list[Mapping[str, Any] | None]:
     """Return one group or several as a list; None marks one that the environment dropped."""
     is_several = isinstance(scored_data, Iterable) and not isinstance(scored_data, Mapping | str)
     return list(scored_data) if is_several else [scored_data]
+
+
+def as_items(more: Any) -> list[Item]:
+    """Return the items to try next as a list; raise an error for what is no list of items.
+
+    A text or a mapping is one item: its letters or its keys would be tried.
+    """
+    if isinstance(more, str | bytes | Mapping):
+        raise TypeError(f"items to try next are a list, not {more!r:.80}; return [] or [item] beside the group")
+    return list(more)

@@ -26,7 +26,7 @@ from environments.sdk.errors import (
     contained,
     innermost,
 )
-from environments.sdk.groups import Item
+from environments.sdk.groups import Item, as_items
 from environments.sdk.reporting import FAILED, NO_GROUP, TIMED_OUT, Rejection, one_line, quoted
 from environments.sdk.runtime.delivery import Buffer, Delivery, buffer_groups
 from environments.sdk.runtime.items import GroupKey, ItemLeases, LeasedItem
@@ -132,7 +132,7 @@ class RolloutRunner:
                             await self._env.handle_send_to_api(finished, drawn.item)
             finally:
                 await self._clean_up(drawn)
-            waiting = list(more)  # raises, before a group is saved, where the environment's own code gave no list
+            waiting = as_items(more)  # raises, before a group is saved, where the environment's own code gave no list
             self._delivery.save(buffer.accepted)  # if this fails, nothing of the item is kept: it can be tried again
             self.backlog.extend(waiting)
             if not finished and not buffer.accepted and not buffer.dropped:  # what was dropped is counted already

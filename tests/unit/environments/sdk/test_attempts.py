@@ -95,17 +95,19 @@ async def test_the_backlog_of_an_attempt_that_cannot_be_saved_is_not_taken(tmp_p
     assert list(collector.backlog) == ["more of it"]
 
 
-async def test_an_item_whose_backlog_is_no_list_is_given_up_and_no_group_of_it_is_saved(tmp_path):
+@pytest.mark.parametrize("more", [None, 5, "the next question", {"question": "the next"}], ids=repr)
+async def test_an_item_whose_backlog_is_no_list_is_given_up_and_no_group_of_it_is_saved(tmp_path, more):
     class NoBacklog(Env):
         async def collect_trajectories(self, item):
             group, _ = await super().collect_trajectories(item)
-            return group, None
+            return group, more
 
     path = tmp_path / "groups.jsonl"
     async with Rehearsal(NoBacklog, ["x"], tmp_path, data_path_to_save_groups=str(path)) as rehearsal:
         collector, sent = await collector_of(rehearsal.env)
         assert await collector.collect(DrawnItem(1)) == 0
         collector._delivery.close()
+        assert list(collector.backlog) == [], "of a text its letters were tried next, of a mapping its keys"
     assert sent == []
     assert not path.exists()
 

@@ -169,6 +169,7 @@ def test_checkpoints_are_whole_and_found_under_a_stable_name(tmp_path):
     with pytest.raises(TypeError):
         state_files.save_state(tmp_path, "surface", 20, {"iter": object()})
     assert [path.name for path in (tmp_path / "env_checkpoints" / "surface").iterdir()] == ["step-10.json"]
+    (tmp_path / "env_checkpoints/surface/step-10 (copy).json").write_text("{}")  # a resumed run ended with a traceback
     assert state_files.load_state(tmp_path, "surface", 25) == {"iter": 3}
     assert state_files.load_state(tmp_path, "surface", 9) == {}
 
