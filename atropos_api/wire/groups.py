@@ -109,5 +109,5 @@ def as_plain(value: Any) -> Any:
     """Return a number or an array of numpy or torch as Python's own, for JSON: an encoder's `enc_hook`."""
     to_list = getattr(value, "tolist", None)
     if not callable(to_list):
-        raise NotImplementedError  # the encoder's error then names the type
+        raise TypeError(f"an object of type {type(value).__name__} cannot be written as JSON; give text or numbers")
     return to_list()

@@ -78,12 +78,29 @@ class RolloutRunner:
         return None if item is None else DrawnItem(item)
 
     async def _item_of(self, leased: LeasedItem, leases: ItemLeases) -> DrawnItem | None:
-        with contained():
-            item = await self._env.item_at(leased.number)
-        if item is None:
-            leases.drop(leased, NO_ITEM)
-            return None
-        return DrawnItem(item, leased)
+        """Return a leased item; None if there is none, or if its data cannot be read.
+
+        If such an item ended the server, it would be leased again first, and end each one that is started after it.
+        """
+        unread = DrawnItem(f"number {leased.number}", leased)
+        for attempt in range(1, self._env.config.rollout_attempts + 1):
+            try:
+                with contained():
+                    item = await self._env.item_at(leased.number)
+            except Exception as error:  # an environment's own code may raise anything
+                reason = innermost(error)
+                if isinstance(reason, ItemDropped):
+                    self._count_dropped(unread, NO_GROUP, str(reason))
+                    return None
+                if isinstance(reason, EnvironmentsError) and reason.ends_server:
+                    raise reason from error
+                if self._handle_failure(unread, reason, attempt):
+                    return None
+            else:
+                if item is None:
+                    leases.drop(leased, NO_ITEM)
+                return None if item is None else DrawnItem(item, leased)
+        return None
 
     async def collect(self, drawn: DrawnItem) -> int:
         """Collect and deliver the groups of an item and return their number: 0 if it was dropped, rejected or failed
