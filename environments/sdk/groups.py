@@ -324,6 +324,11 @@ def _require_aligned(group: Group) -> None:
         for index, (values, tokens) in enumerate(zip(getattr(group, key) or [], group.tokens, strict=False)):
             if len(values) != len(tokens):
                 raise ValueError(f"rollout {index} has {len(tokens)} tokens but {len(values)} entries of {key}")
+    named = [("group_overrides", group.group_overrides), ("generation_params", group.generation_params)]
+    named += [(f"overrides[{index}]", row) for index, row in enumerate(group.overrides or [])]
+    for name, value in named:
+        if value is not None and not isinstance(value, Mapping):
+            raise TypeError(f"{name} is {value!r:.80}; give a dictionary of names and values, or None")
 
 
 def _complete(group: Group, sample_log: SampleLog) -> None:

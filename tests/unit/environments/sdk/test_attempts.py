@@ -112,6 +112,23 @@ async def test_an_item_whose_backlog_is_no_list_is_given_up_and_no_group_of_it_i
     assert not path.exists()
 
 
+async def test_a_group_whose_overrides_cannot_be_read_is_not_saved(tmp_path):
+    """It was counted after it had been saved, and that failed: each attempt left a line, and none was sent."""
+
+    class Odd(Env):
+        async def collect_trajectories(self, item):
+            group, _ = await super().collect_trajectories(item)
+            return {**group, "overrides": ["set_advantage_to_zero", None]}, []
+
+    path = tmp_path / "groups.jsonl"
+    async with Rehearsal(Odd, ["x"], tmp_path, data_path_to_save_groups=str(path)) as rehearsal:
+        collector, sent = await collector_of(rehearsal.env)
+        assert await collector.collect(DrawnItem(1)) == 0
+        collector._delivery.close()
+    assert sent == []
+    assert not path.exists()
+
+
 async def test_what_fails_after_a_delivery_sends_nothing_twice(tmp_path):
     class Late(Env):
         calls = 0

@@ -213,6 +213,15 @@ def test_arrays_are_taken_as_lists():
         ({"tokens": [[5]], "masks": [[5]], "scores": {3: 0.5}}, r"scores is a dict, \{3: 0.5\}; give a list"),
         ({"tokens": [[5]], "masks": [[5]], "scores": {1.0}}, "scores is a set"),
         ({"tokens": ["a"], "masks": "a", "scores": [1.0]}, "masks is a str"),
+        (
+            {"tokens": [[5]], "masks": [[5]], "scores": [1.0], "overrides": [1]},
+            r"overrides\[0\] is 1; give a dictionary",
+        ),
+        ({"tokens": [[5]], "masks": [[5]], "scores": [1.0], "group_overrides": [1]}, r"group_overrides is \[1\]; give"),
+        (
+            {"tokens": [[5]], "masks": [[5]], "scores": [1.0], "generation_params": "t"},
+            "generation_params is 't'; give",
+        ),
         (5, "not 5"),
         ("text", "not 'text'"),
     ],
