@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Literal
 
@@ -267,6 +268,32 @@ def test_a_section_that_is_no_mapping_is_one_line_beside_a_flag_of_it(tmp_path: 
         ConfigError, match=r"--openai\.timeout: openai takes settings by their names, and the files have"
     ):
         parse(f"--config {config} --openai.timeout 3")
+
+
+class Bits(Enum):
+    FOUR = 4
+    AUTO = "auto"
+
+
+class Chosen(BaseModel):
+    level: Literal["auto", 1, 2] | None = "auto"
+    bits: Bits = Bits.AUTO
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--level 2", Chosen(level=2)),
+        ("--level auto --bits 4", Chosen(bits=Bits.FOUR)),
+        ("--level None", Chosen(level=None)),
+        ("--bits auto", Chosen()),
+    ],
+)
+def test_a_choice_that_is_no_text_can_be_given_by_its_flag(line: str, expected: Chosen) -> None:
+    """The help named it, and it was refused: "Input should be 'auto', 1 or 2, got "2"."""
+    assert load_config(Chosen, line.split(), prog="tool", description="A tool.") == expected
+    with pytest.raises(ConfigError, match=r"--level: .*\"3\""):
+        load_config(Chosen, ["--level", "3"], prog="tool", description="A tool.")
 
 
 def test_a_list_is_added_to_by_each_of_its_flags(tmp_path: Path) -> None:
