@@ -24,6 +24,7 @@ from environments.sdk.errors import (
     RolloutsKeepFailing,
     RolloutTimedOut,
     contained,
+    describe_error,
     innermost,
 )
 from environments.sdk.groups import Item, as_items
@@ -224,7 +225,7 @@ class RolloutRunner:
         One that took too long is not tried again.
         """
         timed_out = isinstance(error, RolloutTimedOut)
-        described = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        described = describe_error(error)
         if attempt < self._env.config.rollout_attempts and not timed_out:
             self._env.metrics.count_retry()
             logger.info("a rollout failed and is tried again (%s)", described)
