@@ -130,7 +130,7 @@ def export(options: OptionsT, output: OutputFile, lines: Lines[OptionsT]) -> int
     """Write the lines of all groups until there are enough; return their number."""
     tokenizer = _load_tokenizer(options)
     count = 0
-    with output, closing(_groups(options)) as groups:
+    with closing(_groups(options)) as groups, output:  # the file is complete before the groups end
         for group in groups:
             for line in lines(group, options, tokenizer):
                 output.write_line(json.dumps(line, ensure_ascii=False))

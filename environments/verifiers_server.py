@@ -119,7 +119,8 @@ class VerifiersEnv(BaseEnv):
 
     async def evaluate(self, *_: Any, **__: Any) -> None:
         started = time.time()
-        problems = self.inner.get_eval_dataset(n=self.config.eval_problems)
+        load = partial(self.inner.get_eval_dataset, n=self.config.eval_problems)
+        problems = await run_blocking(load, about="the evaluation problems")
         samples = await run_all([partial(self.attempt, dict(problem)) for problem in problems])
         metrics = sorted({name for sample in samples for name in sample["metrics"]})
         await self.evaluate_log(

@@ -17,7 +17,7 @@ from atropos_api.common.errors import AtroposError
 from atropos_api.wire.columns import MEDIA_TYPE, VERSION
 from atropos_api.wire.columns_groups import NotColumnar, decode_batch, encode_submission
 from atropos_api.wire.fleets import Fleet, FleetLease, FleetReport, FleetSet, ScaleRequest
-from atropos_api.wire.groups import Batch, Form, Group
+from atropos_api.wire.groups import Batch, Form, Group, as_plain
 from atropos_api.wire.messages import (
     CommitRequest,
     DropReport,
@@ -44,7 +44,7 @@ JSON: Final = "application/json"
 COLUMNS: Final = f"{MEDIA_TYPE}; version={VERSION}"
 ACCEPTED: Final = {"json": JSON, "columns": f"{COLUMNS}, {JSON}; q=0.5"}
 
-_encoder = msgspec.json.Encoder()
+_encoder = msgspec.json.Encoder(enc_hook=as_plain)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from atropos_api.common.errors import OUTAGE, REFUSED, AtroposError, Outage
 from atropos_api.common.identity import version_line
-from atropos_api.common.option_flags import Option, list_options, nested_model
+from atropos_api.common.option_flags import Option, list_options, nested_model, takes_null
 from atropos_api.common.secrets import names_secret, redact, redact_arguments, redact_text
 from atropos_api.common.streams import lost_output, prepare_streams
 
@@ -140,10 +140,23 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:  # 2024-13-45 has the form of a date, 0b_ that of a number
+            problem = f"{node.value!r:.80} is no value ({error}); put a text in quotes"
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark) from error
+
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file; raises `yaml.YAMLError` also for a key that stands twice in a mapping."""
-    return yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506 - it is a SafeLoader
+    """Return the content of a YAML file; raises `yaml.YAMLError` also for a key that stands twice in a mapping, and for
+    what has the form of a date or a number and is none.
+    """
+    text = path.read_text(encoding="utf-8")
+    try:
+        return yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - it is a SafeLoader
+    except RecursionError as error:
+        raise yaml.YAMLError("lists or mappings are nested too deeply; write it flatter") from error
 
 
 def validate(model: type[ModelT], values: Mapping[str, Any]) -> ModelT:
@@ -365,7 +378,10 @@ def check_keys(model: type[BaseModel], values: Mapping[str, Any], *, where: str)
             raise ConfigError(f"{where}: unknown key {key!r}{_remark_on(model, str(key)) or nearest(str(key), names)}")
         if (before := spelt.setdefault(name, str(key))) != str(key):
             raise ConfigError(f"{where}: {before!r} and {key!r} are one setting; leave one of them out")
-        nested = nested_model(model.model_fields[name].annotation)
+        annotation = model.model_fields[name].annotation
+        nested = nested_model(annotation)
+        if nested is not None and value is None and not takes_null(annotation):
+            continue  # a section with nothing in it, as when all its lines are comments
         deeper = nested is not None and isinstance(value, Mapping)
         checked[name] = check_keys(nested, value, where=f"{where}: {name}") if nested and deeper else value
     return checked
@@ -398,7 +414,10 @@ def _assign(values: dict[str, Any], option: Option, given: object) -> None:
         if isinstance(below, list):
             if len(below) != 1:
                 raise ConfigError(f"{option.flags[0]}: {parent} is a list of {len(below)} in the files; set it there")
-            below = below[0] if isinstance(below[0], dict) else below[0].model_dump()
+            below = below[0].model_dump() if isinstance(below[0], BaseModel) else below[0]
+        if below is not None and not isinstance(below, Mapping):
+            shown = json.dumps(redact(below), default=str)
+            raise ConfigError(f"{option.flags[0]}: {parent} takes settings by their names, and the files have {shown}")
         place[parent] = dict(below or {})
         place = place[parent]
     place[leaf] = option.decode(given)

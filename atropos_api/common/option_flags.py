@@ -38,6 +38,8 @@ class Option:
     default: object
     """The value used if none is given; `PydanticUndefined` if a factory makes it or the option is required."""
     choices: tuple[str, ...]
+    values: tuple[object, ...] = ()
+    """The choices as the setting has them: numbers and None too, which a flag gives as text."""
     secret: bool = False
     """True if the value must never be shown."""
     type_name: str = "text"
@@ -90,6 +92,8 @@ class Option:
             given = given[given.index("None") + 1 :]  # None discards the values that come before it
         if self.nullable and given in ("None", []):
             return None
+        if given in self.choices and given not in self.values:
+            return self.values[self.choices.index(str(given))]
         return _as_mapping(given) if self.kind == "json" and isinstance(given, list) else given
 
 
@@ -118,7 +122,7 @@ def _mapping_of(piece: str) -> Any:
 
 def _value(text: str) -> object:
     """Return a value as a YAML file would hold it: number, switch, list, mapping, else text."""
-    with contextlib.suppress(yaml.YAMLError):
+    with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):  # ValueError: 2024-13-45 is no date
         return yaml.safe_load(text)
     return text
 
@@ -142,6 +146,11 @@ def nested_model(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
+def takes_null(annotation: Any) -> bool:
+    """Return True if None is a value of this annotation."""
+    return type(None) in _members(annotation)
+
+
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[Option]:
     for name, field in model.model_fields.items():
         inner = nested_model(field.annotation)
@@ -153,6 +162,7 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[Option]:
 
 def _option(path: str, field: FieldInfo) -> Option:
     members = _members(field.annotation)
+    values = tuple(choice for member in members for choice in _choices(member))
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     aliases = extra.get("aliases", ())
     return Option(
@@ -163,7 +173,8 @@ def _option(path: str, field: FieldInfo) -> Option:
         description=field.description or "",
         required=field.is_required(),
         default=field.default,
-        choices=tuple(str(choice) for member in members for choice in _choices(member)),
+        choices=tuple(map(str, values)),
+        values=values,
         secret=is_secret_field(field),
         type_name=" or ".join(dict.fromkeys(word for member in members if (word := _type_name(member)))),
     )

@@ -39,11 +39,11 @@ from atropos_api.wire.columns import (
     unpack_body,
     unpack_record,
 )
-from atropos_api.wire.groups import DEFAULT_POLICY, WIRE_KEYS, Batch, Group
+from atropos_api.wire.groups import DEFAULT_POLICY, WIRE_KEYS, Batch, Group, as_plain
 
 _PER_TOKEN: Final = tuple(name for name in COLUMN_ORDER if name not in {*DISTILLED, "distill_lengths"})
 
-_encoder = msgspec.json.Encoder()
+_encoder = msgspec.json.Encoder(enc_hook=as_plain)
 
 
 class NotColumnar(AtroposError):

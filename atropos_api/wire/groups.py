@@ -103,3 +103,11 @@ class Batch(msgspec.Struct, kw_only=True):
     policy: str = DEFAULT_POLICY
     """Name of the policy that its run trains."""
     groups: list[Group]
+
+
+def as_plain(value: Any) -> Any:
+    """Return a number or an array of numpy or torch as Python's own, for JSON: an encoder's `enc_hook`."""
+    to_list = getattr(value, "tolist", None)
+    if not callable(to_list):
+        raise TypeError(f"an object of type {type(value).__name__} cannot be written as JSON; give text or numbers")
+    return to_list()

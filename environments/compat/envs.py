@@ -217,7 +217,7 @@ def evaluate_log(
         model_name=model_name or "default",
         seconds=(end_time or now) - (start_time or end_time or now),
         generation_parameters=generation_parameters or {},
-        samples=samples or (),
+        samples=() if samples is None else tuple(samples),
     ).write(Path(eval_dir))
 
 

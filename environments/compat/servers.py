@@ -14,10 +14,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, cast, get_args
+from typing import Any, ClassVar, Self, cast, get_args
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from environments.sdk import config as sdk
 from environments.sdk import server_manager
@@ -96,12 +96,11 @@ class BaseEnvConfig(sdk.BaseEnvConfig):
     def _lenient(cls, values: Any) -> Any:
         values = known_fields(cls, values)
         if isinstance(values, dict):
-            if values.get("inference_weight") == -1:
+            if _number(values.get("inference_weight")) == -1:
                 values["inference_weight"] = 1.0
-            if "max_batches_offpolicy" in values and int(values["max_batches_offpolicy"]) < 1:
-                values["max_batches_offpolicy"] = 1
-            if "min_items_sent_before_logging" in values and int(values["min_items_sent_before_logging"]) < 1:
-                values["min_items_sent_before_logging"] = 1
+            for name in ("max_batches_offpolicy", "min_items_sent_before_logging"):
+                if (number := _number(values.get(name))) is not None and number < 1:
+                    values[name] = 1
         return values
 
 
@@ -121,14 +120,34 @@ class APIServerConfig(sdk.APIServerConfig):
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
-    @model_validator(mode="before")
+    _of_openai: dict[str, str] = PrivateAttr(default_factory=dict)
+    """Address and key of OpenAI's API that stand for settings of None."""
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _lenient(cls, values: Any) -> Any:
+    def _lenient(cls, values: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
         values = known_fields(cls, values)
         if not isinstance(values, dict):
-            return values
-        given = {k: v for k, v in values.items() if v is not None and (k, v) != ("num_requests_for_eval", 0)}
-        return {**_openai_itself(values), **given}
+            return read(values)
+        given = {name: value for name, value in values.items() if value is not None}
+        if _number(given.get("num_requests_for_eval")) == 0:
+            del given["num_requests_for_eval"]
+        of_openai = {name: value for name, value in _openai_itself(values).items() if name not in given}
+        config = read({**of_openai, **given})
+        config._of_openai = of_openai  # noqa: SLF001 - this class's own
+        return config
+
+    def as_defaults(self) -> dict[str, Any]:
+        """Return None for the settings of OpenAI's API: another address that replaces it must not get its key."""
+        return {**super().as_defaults(), **dict.fromkeys(self._of_openai)}
+
+
+def _number(value: Any) -> float | None:
+    """Return a setting as a number, which a flag gives as text; None for what is none and is refused later."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _openai_itself(values: Mapping[str, Any]) -> dict[str, str]:

@@ -46,7 +46,8 @@ async def check_gold(items: Iterable[GoldItem], score: ScoreAnswer, *, best: flo
     for number, gold in enumerate(items, 1):
         name = gold.name or f"item {number}"
         problems = [await _problem(gold.item, gold.right, score, best=best, is_right=True)]
-        problems += [await _problem(gold.item, wrong, score, best=best, is_right=False) for wrong in gold.wrong]
+        wrongs = (gold.wrong,) if isinstance(gold.wrong, str) else gold.wrong  # its letters would be tried
+        problems += [await _problem(gold.item, wrong, score, best=best, is_right=False) for wrong in wrongs]
         yield GoldResult(name, tuple(filter(None, problems)))
 
 

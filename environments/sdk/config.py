@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -299,6 +299,10 @@ class APIServerConfig(ServerBaseline):
     def root_url(self) -> str:
         """The address without OpenAI's `/v1`: the native endpoints are there."""
         return self.base_url.rstrip("/").removesuffix("/v1")
+
+    def as_defaults(self) -> dict[str, Any]:
+        """Return the settings as values that files and flags override."""
+        return self.model_dump()
 
 
 def as_server_list(

@@ -22,7 +22,7 @@ from atropos_api.common.tracing import NO_TRACING
 from environments.rewards.gold_check import GoldItem
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, SessionSettings, as_server_list
 from environments.sdk.errors import TokenizerUnavailable
-from environments.sdk.groups import Item, ScoredDataGroup, ScoredDataItem, group_items, sampled_lengths
+from environments.sdk.groups import Item, ScoredDataGroup, ScoredDataItem, as_items, group_items, sampled_lengths
 from environments.sdk.inference.sampling import Reasoning
 from environments.sdk.members import MemberRule, Members
 from environments.sdk.reporting import (
@@ -175,7 +175,7 @@ class Environment(ABC):
         rule = MemberRule.from_config(self.config)
         members = Members(lambda: self.collect_trajectory(item), rule, self.metrics, item=item)
         done = await members.collect()
-        backlog = [later for _, more in done for later in more]
+        backlog = [later for _, more in done for later in as_items(more)]
         items = [attempt for attempt, _ in done if attempt is not None]
         return (group_items(items) if items else None), backlog
 
@@ -363,7 +363,7 @@ class Environment(ABC):
             model_name=model_name or self.server.config.model_name,
             seconds=finished - (finished if start_time is None else start_time),
             generation_parameters={"max_new_tokens": self.config.max_token_length, **(generation_parameters or {})},
-            samples=samples or (),
+            samples=() if samples is None else tuple(samples),
             step=self.evaluation_step,
             versions=frozenset(sample_log.versions) if sample_log is not None else frozenset(),
         )

@@ -122,5 +122,14 @@ def innermost(error: BaseException) -> BaseException:
     return error
 
 
+def describe_error(error: BaseException) -> str:
+    """Return an error's type and text; the type alone if it has no text, or one that cannot be made."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - an environment's own errors may raise anything
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 class GoldMissing(EnvironmentsError):
     """The environment has no gold items or no scoring function to check its rewards with."""

@@ -23,12 +23,13 @@ SCORES: Final = ("score", "answer_reward", "reward")
 TITLES: Final = ("question", "prompt", "problem", "example_id")
 
 
-def render_evaluation(title: str, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
+def render_evaluation(title: str, metrics: Mapping[str, Any], samples: Sequence[Any]) -> str:
     rows = "".join(
         f"<tr><td>{as_html(name)}</td><td>{as_html(_short(value))}</td></tr>" for name, value in metrics.items()
     )
     figures = f'<section class="card"><h2>Metrics</h2><table><tbody>{rows}</tbody></table></section>'
-    ranked = sorted(enumerate(samples, 1), key=lambda entry: _rank(entry[1]))[:MOST_SAMPLES]
+    kept = [sample if isinstance(sample, Mapping) else {"sample": sample} for sample in samples]
+    ranked = sorted(enumerate(kept, 1), key=lambda entry: _rank(entry[1]))[:MOST_SAMPLES]
     shown = "".join(_render_sample(number, sample) for number, sample in ranked)
     left = f'<p class="note">{len(samples) - MOST_SAMPLES} better ones are in samples.jsonl.</p>'
     more = left if len(samples) > MOST_SAMPLES else ""

@@ -23,7 +23,7 @@ import msgspec
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.files import RecentLines, free_path, write_whole
 from atropos_api.common.html_pages import as_html, make_page
-from atropos_api.wire.groups import Group
+from atropos_api.wire.groups import Group, as_plain
 
 UNLIMITED_STEPS = 1_000_000_000
 
@@ -80,7 +80,10 @@ def groups_from_broker(
                 client.commit(number, run_id=run.run_id, epoch=run.epoch)  # only after the caller has written them
                 number += 1
         finally:
-            client.finish_run(run.run_id, epoch=run.epoch)
+            try:
+                client.finish_run(run.run_id, epoch=run.epoch)
+            except AtroposError as error:  # the groups are written all the same
+                logger.warning("%s did not end the run that took the groups (%s); the next run does", url, error)
 
 
 def trained_text(tokenizer: Any, tokens: list[int], mask: list[int]) -> tuple[str, str]:
@@ -156,7 +159,8 @@ class RecentGroups:
         if started < self._due_at:
             return
         try:
-            self._lines.append(msgspec.json.encode(msgspec.structs.replace(group, messages=group.messages or chats())))
+            shown = msgspec.structs.replace(group, messages=group.messages or chats())
+            self._lines.append(msgspec.json.encode(shown, enc_hook=as_plain))
         except OSError as error:
             logger.warning("%s: no more groups are saved to it (%s)", self.path, error.strerror)
             self._due_at = float("inf")
@@ -185,13 +189,14 @@ class GroupFile:
         self.count = 0
         self._file: FileIO | None = None
 
-    def append(self, group: Group) -> None:
-        """Add a group as a line; after an `OSError`, as of a full disk, nothing of it is in the file."""
+    def append(self, *groups: Group) -> None:
+        """Add groups as a line each; after an error, as of a full disk, nothing of any of them is in the file."""
+        lines = b"".join(msgspec.json.encode(group, enc_hook=as_plain) + b"\n" for group in groups)
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path = free_path(self.path)
             self._file = self.path.open("xb", buffering=0)
-        begin, rest = self._file.tell(), memoryview(msgspec.json.encode(group) + b"\n")
+        begin, rest = self._file.tell(), memoryview(lines)
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
@@ -199,7 +204,7 @@ class GroupFile:
             self._file.truncate(begin)
             self._file.seek(begin)
             raise
-        self.count += 1
+        self.count += len(groups)
 
     def close(self) -> None:
         if self._file is not None:
@@ -275,7 +280,12 @@ def _turn(turn: Any) -> str:
 def _content(turn: Mapping[str, Any]) -> str:
     calls = turn.get("tool_calls")
     text = _text(turn.get("content"))
-    return f"{text}\n{json.dumps(calls, indent=1)}" if calls else text
+    return f"{text}\n{json.dumps(calls, indent=1, default=_plain)}" if calls else text
+
+
+def _plain(value: Any) -> Any:
+    """Return a call of a session, which is an object that is read like a mapping, as JSON shows it."""
+    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 def _text(content: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NotRequired, TypedDict, cast
@@ -268,12 +269,19 @@ PER_TOKEN = (
 )
 
 
+UNORDERED = (Mapping, AbstractSet, str, bytes)
+"""Types that can be iterated and are no list of a group's rollouts."""
+
+
 def _plain_fields(raw: Any) -> Mapping[str, Any]:
     """Return the fields of a group with arrays and tensors as lists; raise an error if `raw` is no group."""
     if not isinstance(raw, Mapping):
         raise TypeError(f"a group is a dictionary with tokens, masks and scores, not {raw!r:.80}")
     if missing := [key for key in ("tokens", "masks", "scores") if raw.get(key) is None]:
         raise ValueError(f"a group needs tokens, masks and scores, and this one has no {' and no '.join(missing)}")
+    for key in ("tokens", "masks", "scores"):
+        if isinstance(raw[key], UNORDERED):  # the scores would be the mapping's keys, or in the set's order
+            raise TypeError(f"{key} is a {type(raw[key]).__name__}, {raw[key]!r:.80}; give a list, an entry a rollout")
     return {**raw, **{key: _as_lists(raw[key]) for key in PER_TOKEN if raw.get(key) is not None}}
 
 
@@ -294,6 +302,8 @@ def _as_score(index: int, score: Any) -> float:
 def _per_sequence(raw: Mapping[str, Any], key: str, count: int) -> Any:
     """Return the value of an optional key; an empty list counts as not given."""
     value = raw.get(key)
+    if isinstance(value, tuple):
+        value = list(value)
     if value is None or (isinstance(value, list) and not value):
         return None
     if isinstance(value, list) and len(value) != count:
@@ -314,6 +324,11 @@ def _require_aligned(group: Group) -> None:
         for index, (values, tokens) in enumerate(zip(getattr(group, key) or [], group.tokens, strict=False)):
             if len(values) != len(tokens):
                 raise ValueError(f"rollout {index} has {len(tokens)} tokens but {len(values)} entries of {key}")
+    named = [("group_overrides", group.group_overrides), ("generation_params", group.generation_params)]
+    named += [(f"overrides[{index}]", row) for index, row in enumerate(group.overrides or [])]
+    for name, value in named:
+        if value is not None and not isinstance(value, Mapping):
+            raise TypeError(f"{name} is {value!r:.80}; give a dictionary of names and values, or None")
 
 
 def _complete(group: Group, sample_log: SampleLog) -> None:
@@ -358,3 +373,13 @@ def as_groups(scored_data: Any) -> list[Mapping[str, Any] | None]:
     """Return one group or several as a list; None marks one that the environment dropped."""
     is_several = isinstance(scored_data, Iterable) and not isinstance(scored_data, Mapping | str)
     return list(scored_data) if is_several else [scored_data]
+
+
+def as_items(more: Any) -> list[Item]:
+    """Return the items to try next as a list; raise an error for what is no list of items.
+
+    A text or a mapping is one item: its letters or its keys would be tried.
+    """
+    if isinstance(more, str | bytes | Mapping):
+        raise TypeError(f"items to try next are a list, not {more!r:.80}; return [] or [item] beside the group")
+    return list(more)

@@ -135,7 +135,18 @@ class OpenGroups:
 
 
 def name_of(item: Any) -> str:
-    """Return an item in a few words: its question if it has one, else its form in Python."""
+    """Return an item in a few words: its question if it has one, else its form in Python, else its type.
+
+    A property of its own may raise, and so does the form of a number of more than 4,300 digits: no reason to end the
+    server, which only shows the name.
+    """
+    try:
+        return _name_of(item)
+    except Exception:  # noqa: BLE001 - an environment's own items may raise anything
+        return _short(type(item).__name__)
+
+
+def _name_of(item: Any) -> str:
     for name in ("question", "prompt", "problem", "name"):
         found = item.get(name) if isinstance(item, dict) else getattr(item, name, None)
         if isinstance(found, str) and found.strip():

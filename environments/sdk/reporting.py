@@ -171,11 +171,15 @@ class EvaluationResult:
 
 
 def _as_json(value: Any, *, indent: int | None = None) -> str:
-    """Return what an evaluation reports as JSON: numbers and arrays of numpy and torch become plain ones."""
+    """Return what an evaluation reports as JSON: numbers and arrays of numpy and torch become plain ones, and so do
+    calls of a session's messages.
+    """
     return json.dumps(value, indent=indent, default=_plain)
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
     to_list = getattr(value, "tolist", None)
     return to_list() if callable(to_list) else str(value)
 

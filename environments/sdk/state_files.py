@@ -31,7 +31,8 @@ def save_state(checkpoint_dir: Path, name: str, step: int, data: dict[str, Any])
 def load_state(checkpoint_dir: Path, name: str, step: int) -> dict[str, Any]:
     """Return the newest state saved at or before `step`; an empty dictionary when there is none."""
     folder = path_of(checkpoint_dir, name, step).parent
-    steps = sorted(int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.json"))
+    names = (path.stem.removeprefix("step-") for path in folder.glob("step-*.json"))
+    steps = sorted(int(name) for name in names if name.isdecimal())  # a copy that someone keeps has another name
     usable = [saved for saved in steps if saved <= step]
     if not usable:
         return {}

@@ -133,7 +133,7 @@ class TeacherMixin(BaseEnv):
         without_teacher = {**group, "distill_token_ids": None, "distill_logprobs": None}
         if not self.config.teacher_enabled or top_k < 0 or overrides.get("skip_teacher_top_k"):
             return without_teacher
-        tokens = group["tokens"]
+        tokens = [list(map(int, ids)) for ids in group["tokens"]]  # the rows may be arrays, which no request holds
         ask = partial(self.teacher_server.get_logprobs, top_k=top_k, split="train")
         try:
             found = await run_all([partial(ask, input_ids=ids) for ids in tokens])

@@ -154,6 +154,9 @@ class QuestionEnv(BaseEnv):
     async def evaluate(self, *_: Any, **__: Any) -> None:
         started = time.time()
         samples = await self.attempt_all(self.held_out)
+        if not samples:  # a mean over nothing would say that the model can do nothing
+            logger.warning("none of the evaluation's %d questions could be judged: no result", len(self.held_out))
+            return
         await self.evaluate_log(
             self.evaluation_metrics(samples),
             start_time=started,

@@ -190,6 +190,8 @@ class Sample:
     """Spans over `tokens` alone, counted from 0; empty if the server returns none."""
     sampling_masks: list[list[int]] | None = None
     """For each token those that could be drawn, empty where they were too many; None if the server returns none."""
+    reasoning: str | None = None
+    """Thoughts that a provider of text returned apart from the answer."""
 
 
 @dataclass(slots=True)

@@ -206,7 +206,7 @@ def _program() -> str:
 
 
 def _as_default(configs: ServerBaseline | APIServerConfig | list[APIServerConfig]) -> Any:
-    servers = [server.model_dump() for server in as_server_list(configs)]
+    servers = [server.as_defaults() for server in as_server_list(configs)]
     return servers[0] if len(servers) == 1 else servers
 
 

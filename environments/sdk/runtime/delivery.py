@@ -6,7 +6,7 @@ Inside `buffer_groups` the groups that pass are only collected, so that a rollou
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -150,7 +150,7 @@ class Delivery:
             why = "handle_send_to_api was called by a rollout that had failed before"
             self._env.dropped_groups.record(Rejection(LATE, why), lambda: f"last item: {quoted(item)}")
             return
-        self.save(accepted)
+        self.save([accepted])
         if send:
             self.dispatch(accepted, run_id=None if buffer is None else buffer.run_id)
 
@@ -188,12 +188,13 @@ class Delivery:
     def _decode(self, tokens: list[int]) -> str:
         return str(self._env.tokenizer.decode(tokens))
 
-    def save(self, accepted: Accepted) -> None:
-        """Write a group to the files that are configured."""
-        if self.file is not None:
-            self.file.append(accepted.group)
+    def save(self, accepted: Sequence[Accepted]) -> None:
+        """Write groups to the files that are configured; after an error the file of all groups has none of them."""
+        if self.file is not None and accepted:
+            self.file.append(*(one.group for one in accepted))
         if self._recent is not None:
-            self._recent.offer(accepted.group, accepted.chats)
+            for one in accepted:
+                self._recent.offer(one.group, one.chats)
 
 
 def _note_reason(buffer: Buffer | None, reason: str) -> None:

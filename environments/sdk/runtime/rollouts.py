@@ -24,9 +24,10 @@ from environments.sdk.errors import (
     RolloutsKeepFailing,
     RolloutTimedOut,
     contained,
+    describe_error,
     innermost,
 )
-from environments.sdk.groups import Item
+from environments.sdk.groups import Item, as_items
 from environments.sdk.reporting import FAILED, NO_GROUP, TIMED_OUT, Rejection, one_line, quoted
 from environments.sdk.runtime.delivery import Buffer, Delivery, buffer_groups
 from environments.sdk.runtime.items import GroupKey, ItemLeases, LeasedItem
@@ -78,12 +79,29 @@ class RolloutRunner:
         return None if item is None else DrawnItem(item)
 
     async def _item_of(self, leased: LeasedItem, leases: ItemLeases) -> DrawnItem | None:
-        with contained():
-            item = await self._env.item_at(leased.number)
-        if item is None:
-            leases.drop(leased, NO_ITEM)
-            return None
-        return DrawnItem(item, leased)
+        """Return a leased item; None if there is none, or if its data cannot be read.
+
+        If such an item ended the server, it would be leased again first, and end each one that is started after it.
+        """
+        unread = DrawnItem(f"number {leased.number}", leased)
+        for attempt in range(1, self._env.config.rollout_attempts + 1):
+            try:
+                with contained():
+                    item = await self._env.item_at(leased.number)
+            except Exception as error:  # an environment's own code may raise anything
+                reason = innermost(error)
+                if isinstance(reason, ItemDropped):
+                    self._count_dropped(unread, NO_GROUP, str(reason))
+                    return None
+                if isinstance(reason, EnvironmentsError) and reason.ends_server:
+                    raise reason from error
+                if self._handle_failure(unread, reason, attempt):
+                    return None
+            else:
+                if item is None:
+                    leases.drop(leased, NO_ITEM)
+                return None if item is None else DrawnItem(item, leased)
+        return None
 
     async def collect(self, drawn: DrawnItem) -> int:
         """Collect and deliver the groups of an item and return their number: 0 if it was dropped, rejected or failed
@@ -132,11 +150,10 @@ class RolloutRunner:
                             await self._env.handle_send_to_api(finished, drawn.item)
             finally:
                 await self._clean_up(drawn)
-            waiting = list(more)  # raises, before a group is saved, where the environment's own code gave no list
-            for group in buffer.accepted:
-                self._delivery.save(group)  # if this fails, nothing of the item is kept, so that it can be tried again
+            waiting = as_items(more)  # raises, before a group is saved, where the environment's own code gave no list
+            self._delivery.save(buffer.accepted)  # if this fails, nothing of the item is kept: it can be tried again
             self.backlog.extend(waiting)
-            if not finished and not buffer.accepted:
+            if not finished and not buffer.accepted and not buffer.dropped:  # what was dropped is counted already
                 return None
             self._dispatch(drawn, buffer)
         return len(buffer.accepted)
@@ -208,7 +225,7 @@ class RolloutRunner:
         One that took too long is not tried again.
         """
         timed_out = isinstance(error, RolloutTimedOut)
-        described = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        described = describe_error(error)
         if attempt < self._env.config.rollout_attempts and not timed_out:
             self._env.metrics.count_retry()
             logger.info("a rollout failed and is tried again (%s)", described)

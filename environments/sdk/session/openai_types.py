@@ -10,6 +10,9 @@ from typing import Any
 
 from environments.sdk.tools import FunctionCall, ToolCall
 
+REASONING_NAMES = ("reasoning_content", "reasoning")
+"""Names that providers give to thoughts apart from the content."""
+
 FINISH_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "function_call"})
 
 
@@ -19,6 +22,13 @@ class AssistantMessage:
     role: str = "assistant"
     tool_calls: list[Any] | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
+    """Thoughts that a provider returns apart from the content; a next request does not repeat them."""
+
+    @property
+    def reasoning(self) -> str | None:
+        """The same, by the other name that providers give it."""
+        return self.reasoning_content
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
         """Return the message to put into the next request."""
@@ -121,6 +131,9 @@ def openai_document(answer: ChatCompletion | Completion) -> dict[str, Any]:
     document = answer.model_dump()
     for choice in document["choices"]:
         choice["finish_reason"] = openai_finish_reason(choice["finish_reason"])
+        message = choice.get("message", {})
+        if message.get("reasoning_content", "") is None:  # OpenAI's own answers have no such field
+            del message["reasoning_content"]
     return document
 
 
@@ -156,7 +169,12 @@ def _read_message(message: Mapping[str, Any]) -> AssistantMessage:
         for call in message.get("tool_calls") or []
     ]
     content = message.get("content")
-    return AssistantMessage(content if calls else content or "", tool_calls=calls or None)
+    thoughts = (message.get(name) for name in REASONING_NAMES)
+    return AssistantMessage(
+        content if calls else content or "",
+        tool_calls=calls or None,
+        reasoning_content=next((text for text in thoughts if isinstance(text, str)), None),
+    )
 
 
 def _read_usage(answer: Mapping[str, Any]) -> Usage:

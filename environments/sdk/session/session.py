@@ -359,7 +359,10 @@ class TextSession(ManagedSession):
         answers = read_openai_chat(await server.chat(chat.as_given, fields, turn.split)).choices
         if turn.parser is not None and any(choice.message.tool_calls for choice in answers):
             turn.parser = HermesParser()  # the form of `written`, whichever form the provider's model has
-        return [self._sample_of(written(choice.message), choice.finish_reason) for choice in answers]
+        return [
+            self._sample_of(written(choice.message), choice.finish_reason, choice.message.reasoning_content)
+            for choice in answers
+        ]
 
     def _refuse_for_training(self) -> None:
         if not self._allowed:
@@ -370,11 +373,12 @@ class TextSession(ManagedSession):
                 "or try the environment with --env.allow_estimated_tokens true"
             )
 
-    def _sample_of(self, text: str, reason: str) -> Sample:
+    def _sample_of(self, text: str, reason: str, reasoning: str | None = None) -> Sample:
         tokens = self._codec.encode_part(text)
         end = self._codec.tokenizer.eos_token_id
         ended = reason != "length" and end is not None
-        return Sample([*tokens, end] if ended else tokens, [], "stop" if ended else reason, [])
+        reason = "stop" if ended else reason
+        return Sample([*tokens, end] if ended else tokens, [], reason, [], reasoning=reasoning)
 
 
 def written(message: AssistantMessage) -> str:

@@ -76,6 +76,7 @@ class SampleReader:
             node.metadata["labels"] = turn.labels
         if turn.prompt.chat is not None:
             _answer_chat(turn, turn.prompt.chat, node, content)
+            node.metadata["message"].reasoning_content = sample.reasoning
         return node
 
     def logprobs(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[TokenLogprob]:

@@ -10,6 +10,7 @@ import pytest
 from atropos_api.testing import memory_broker
 from atropos_api.wire.messages import RunRequest
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, scored_group
+from environments.sdk.errors import ItemDropped
 from environments.sdk.runtime import rollouts
 from environments.sdk.runtime.broker_session import BrokerConnection
 from environments.sdk.runtime.stopping import StopRequest
@@ -149,6 +150,24 @@ async def test_a_group_that_cannot_be_sent_is_counted_as_refused_and_the_run_goe
     env = make(tokenizer_folder, treat)
     assert await serve(env) == [1, 2, 3]
     assert env.dropped_groups.report().groups == {"refused": 1}
+
+
+async def test_an_item_whose_data_cannot_be_read_is_given_up_and_the_run_goes_on(tokenizer_folder):
+    """It ended the server, and was leased first to each server that was started after it."""
+    env, asked = make(tokenizer_folder, never_fails, rollout_attempts=2), []
+
+    async def item_at(self, number):
+        asked.append(number)
+        if number == 1:
+            raise OSError("the picture is gone")
+        if number == 2:
+            raise ItemDropped("no picture")
+        return number
+
+    type(env).item_at = item_at
+    assert await serve(env) == [1, 2, 3]
+    assert asked[:5] == [0, 1, 1, 2, 3]
+    assert env.dropped_groups.report().groups == {"failed": 1, "no-group": 1}
 
 
 async def test_a_member_whose_code_ends_the_process_ends_its_group_alone(tokenizer_folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Literal
 
@@ -229,6 +230,77 @@ def test_a_text_that_yaml_reads_as_something_else_is_to_be_quoted(tmp_path: Path
         ConfigError, match=rf"--model-name: .*, which is {kind} in YAML; put what the file has in quotes"
     ):
         parse(f"--config {config}")
+
+
+@pytest.mark.parametrize("text", ["2024-13-45", "0b_", "1" * 5000])
+def test_a_text_that_has_the_form_of_a_date_or_a_number_and_is_none_is_to_be_quoted(tmp_path: Path, text: str) -> None:
+    """It ended with a traceback of the date's or the number's class, which named neither file nor line."""
+    config = tmp_path / "a.yaml"
+    config.write_text(f"model_name: m\nlimits: {text}\n")
+    told = rf"a\.yaml: cannot be read as YAML: '{text[:20]}.* is no value \(.*line 2"
+    with pytest.raises(ConfigError, match=told):
+        parse(f"--config {config}")
+
+
+def test_a_value_in_a_flags_mapping_that_is_no_date_is_a_text() -> None:
+    with pytest.raises(ConfigError, match=r'--limits\.day: .*"2024-13-45"'):
+        parse("--model m --limits day=2024-13-45")
+
+
+def test_a_file_that_is_nested_too_deeply_is_one_line(tmp_path: Path) -> None:
+    config = tmp_path / "a.yaml"
+    config.write_text("[" * 3000)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        parse(f"--config {config}")
+
+
+def test_a_section_with_nothing_in_it_leaves_the_settings_as_they_are(tmp_path: Path) -> None:
+    """The launcher takes such a file; an environment's own command refused it."""
+    config = tmp_path / "a.yaml"
+    config.write_text("model_name: m\nenv:\n  # group_size: 8\nopenai:\n")
+    defaults = {"env": {"group_size": 1}}
+    settings = parse(f"--config {config} --openai.timeout 3", defaults=defaults)
+    assert (settings.env.group_size, settings.openai) == (1, Server(timeout=3))
+    config.write_text("model_name: m\nenv: {group_size: null}\n")
+    with pytest.raises(ConfigError, match=r"--env\.group-size: .*null"):
+        parse(f"--config {config}", defaults=defaults)
+
+
+@pytest.mark.parametrize("given", ["http://x", "[http://x]", "5"])
+def test_a_section_that_is_no_mapping_is_one_line_beside_a_flag_of_it(tmp_path: Path, given: str) -> None:
+    """It ended with a traceback: 'dictionary update sequence element #0 has length 1'."""
+    config = tmp_path / "a.yaml"
+    config.write_text(f"model_name: m\nopenai: {given}\n")
+    with pytest.raises(
+        ConfigError, match=r"--openai\.timeout: openai takes settings by their names, and the files have"
+    ):
+        parse(f"--config {config} --openai.timeout 3")
+
+
+class Bits(Enum):
+    FOUR = 4
+    AUTO = "auto"
+
+
+class Chosen(BaseModel):
+    level: Literal["auto", 1, 2] | None = "auto"
+    bits: Bits = Bits.AUTO
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--level 2", Chosen(level=2)),
+        ("--level auto --bits 4", Chosen(bits=Bits.FOUR)),
+        ("--level None", Chosen(level=None)),
+        ("--bits auto", Chosen()),
+    ],
+)
+def test_a_choice_that_is_no_text_can_be_given_by_its_flag(line: str, expected: Chosen) -> None:
+    """The help named it, and it was refused: "Input should be 'auto', 1 or 2, got "2"."""
+    assert load_config(Chosen, line.split(), prog="tool", description="A tool.") == expected
+    with pytest.raises(ConfigError, match=r"--level: .*\"3\""):
+        load_config(Chosen, ["--level", "3"], prog="tool", description="A tool.")
 
 
 def test_a_list_is_added_to_by_each_of_its_flags(tmp_path: Path) -> None:

@@ -7,16 +7,17 @@ import time
 import urllib.error
 import urllib.request
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from atropos_api.client import BrokerClient
+from atropos_api.client import BrokerClient, BrokerRefused
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.files import FileInTheWay
 from atropos_api.testing import served_broker
-from atropos_api.wire.groups import Group
+from atropos_api.wire.groups import Batch, Group
 from atropos_api.wire.messages import EnvironmentRequest
 from environments.export import (
     DpoOptions,
@@ -410,3 +411,37 @@ def test_groups_are_taken_from_a_broker_in_a_trainers_place(group, tokenizer_fol
         assert not export.is_alive()
         assert client.heartbeat(info.environment_id).state == "finished"
     assert [json.loads(line)["score"] for line in out.read_text().splitlines()] == [1.0, 0.25, 1.0, 0.25]
+
+
+class TakenOver:
+    """A broker's client: it gives one batch, and refuses to end the run."""
+
+    def __init__(self, *_, **__):
+        self.ended = False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def begin_run(self, request):
+        return SimpleNamespace(next_batch=1, run_id="r", epoch=1)
+
+    def get_batch(self, number, **_):
+        return Batch(number=number, run_id="r", groups=[Group(tokens=[[5]], masks=[[5]], scores=[1.0])])
+
+    def finish_run(self, run_id, *, epoch):
+        raise BrokerRefused({"detail": "another trainer has taken the run over"}, 409)
+
+
+def test_an_export_whose_end_the_broker_refuses_is_complete(tokenizer_folder, tmp_path, monkeypatch, caplog):
+    """It stayed PATH.part with every line that was asked for."""
+    monkeypatch.setattr("atropos_api.client.BrokerClient", TakenOver)
+    out = tmp_path / "sft.jsonl"
+    arguments = ["--api-url", "http://broker", "--tokenizer", str(tokenizer_folder), "--num-seqs-to-save", "1"]
+    assert run_sft([str(out), *arguments]) == 0
+    assert [json.loads(line)["score"] for line in out.read_text().splitlines()] == [1.0]
+    assert not (tmp_path / "sft.jsonl.part").exists()
+    assert "did not end the run that took the groups (" in caplog.text
+    assert "another trainer has taken the run over" in caplog.text

@@ -95,6 +95,17 @@ async def test_a_percentage_is_the_number_that_gsm8k_has_for_it(make, template):
     assert of_a_share.correct
 
 
+async def test_an_evaluation_without_a_question_has_no_result(make, tmp_path, caplog):
+    """It was reported as an accuracy of 0, of no answers."""
+    folder = tmp_path / "evals"
+    env, _ = await make(MathZeroEnv, [RIGHT], val_data_path=None, eval_sets=[], data_dir_to_save_evals=str(folder))
+    assert env.held_out == []
+    await env.evaluate()
+    assert env.last_evaluation is None
+    assert not folder.exists()
+    assert "none of the evaluation's 0 questions could be judged: no result" in caplog.text
+
+
 async def test_where_all_are_right_the_longer_answers_earn_less(make):
     """The reward is 1 up to half of the longest sequence, and falls linearly to 0 at its full length."""
     env, _ = await make(GSM8kEnv, [RIGHT, "x" * 60 + RIGHT], max_token_length=2000)

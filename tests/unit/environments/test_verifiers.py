@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import signal
+import threading
 
 import pytest
 
@@ -179,3 +180,22 @@ class TestWithThePackage:
             rehearsal.env.config.environment = "no-such-environment"
             with pytest.raises(VerifiersMissing, match="no-such-environment"):
                 await rehearsal.env.setup()
+
+
+async def test_the_evaluation_problems_are_read_beside_the_event_loop(tmp_path):
+    """The heartbeats of all rollouts waited while the library read or made them."""
+
+    class Inner:
+        def get_eval_dataset(self, n):
+            self.thread = threading.get_ident()
+            return [{"question": "2+2?"}] * n
+
+    class Evaluated(VerifiersEnv):
+        async def attempt(self, problem):
+            return {**problem, "reward": 1.0, "metrics": {"right": 1.0}}
+
+    async with Rehearsal(Evaluated, ["x"], tmp_path, eval_problems=2) as rehearsal:
+        rehearsal.env.inner = Inner()
+        await rehearsal.env.evaluate()
+        assert rehearsal.env.last_evaluation.metrics == {"eval/reward": 1.0, "eval/right": 1.0}
+        assert rehearsal.env.inner.thread != threading.get_ident()

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from atropos_api.common.cliconfig import ConfigError
 from environments.compat import servers, utils
 from environments.compat.envs import BaseEnv, EvalHandlingEnum
 from environments.compat.runner import main
@@ -25,6 +26,7 @@ from environments.compat.servers import (
     ServerManager,
 )
 from environments.compat.utils import create_html_for_group
+from environments.sdk.runtime.cli import read_command
 from environments.sdk.server_manager import ServerManager as OurManager
 from environments.sdk.session.tokens_and_masks import NOT_TRAINED
 from environments.sdk.testing import FakeInference, InProcess
@@ -147,6 +149,43 @@ def test_a_server_without_an_address_is_openais_with_the_key_of_its_client(monke
     for local in ({}, {"api_key": None}, {"base_url": None, "server_type": "vllm"}):
         config = APIServerConfig(**local)
         assert (config.base_url, config.api_key) == ("http://localhost:9001/v1", "")
+
+
+def test_an_address_that_replaces_openais_gets_no_key_of_openai(monkeypatch):
+    """The key stayed in the settings, and was sent to the server that the flag named."""
+    monkeypatch.setenv("OPENAI_API_KEY", "of-the-client")
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    given = {"base_url": None}
+    judged = type("Judged", (Env,), {"config_init": classmethod(lambda _: (BaseEnvConfig(), APIServerConfig(**given)))})
+
+    def server_of(*flags):
+        (server,) = read_command(judged, "process", flags).servers
+        return server.base_url, server.api_key
+
+    assert server_of() == (OPENAI, "of-the-client")
+    assert server_of("--openai.api_key", "other") == (OPENAI, "other")
+    assert server_of("--openai.base_url", "http://x/v1") == ("http://x/v1", "")
+    given["api_key"] = "own"
+    assert server_of("--openai.base_url", "http://x/v1") == ("http://x/v1", "own")
+
+
+@pytest.mark.parametrize(
+    ("field", "flag", "wanted"),
+    [("inference_weight", "-1", 1.0), ("max_batches_offpolicy", "-1", 1), ("min_items_sent_before_logging", "0", 1)],
+)
+def test_values_with_a_meaning_in_atropos_have_it_in_a_flag_too(field, flag, wanted):
+    """A flag is text, so `--env.inference_weight -1` was refused, which a file may hold."""
+    command = read_command(Env, "process", [f"--env.{field}", flag, "--openai.num_requests_for_eval", "0"])
+    assert getattr(command.env, field) == wanted
+    assert command.servers[0].num_requests_for_eval == 64
+
+
+@pytest.mark.parametrize("value", ["null", "[1]", ".inf", "many"])
+def test_a_setting_that_is_no_number_is_refused_by_its_name(value, tmp_path):
+    """The first three ended with a traceback."""
+    (tmp_path / "run.yaml").write_text(f"env:\n  max_batches_offpolicy: {value}\n")
+    with pytest.raises(ConfigError, match=r"--env\.max-batches-offpolicy: "):
+        read_command(Env, "process", ["--config", str(tmp_path / "run.yaml")])
 
 
 def test_settings_of_an_environment_that_never_evaluates_are_accepted():

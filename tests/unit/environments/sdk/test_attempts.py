@@ -3,10 +3,13 @@
 import asyncio
 
 import anyio
+import msgspec
+import numpy as np
 import pytest
 
 from environments.sdk.rehearsal import Rehearsal
 from environments.sdk.runtime.rollouts import DrawnItem
+from tests.full_disk import files_of_at_most
 from tests.unit.environments.sdk.test_surface import Env, collector_of
 
 pytestmark = pytest.mark.anyio
@@ -49,22 +52,23 @@ async def test_a_group_that_cannot_be_saved_keeps_the_item_whole_and_none_of_it_
             group, _ = await super().collect_trajectories(item)
             return [group, group], []
 
-    config = {"data_path_to_save_groups": str(tmp_path / "groups.jsonl")}
-    async with Rehearsal(Two, ["x"], tmp_path, **config) as rehearsal:
+    path = tmp_path / "groups.jsonl"
+    async with Rehearsal(Two, ["x"], tmp_path, data_path_to_save_groups=str(path)) as rehearsal:
         collector, sent = await collector_of(rehearsal.env)
         append, calls = collector._delivery.file.append, []
 
-        def append_to_full_disk(group):
-            calls.append(group)
-            if len(calls) == 2:
-                raise OSError("no space is left")
-            append(group)
+        def append_to_full_disk(*groups):
+            calls.append(groups)
+            room = len(msgspec.json.encode(groups[0])) + 8 if len(calls) == 1 else 1 << 20
+            with files_of_at_most(room):
+                append(*groups)
 
         collector._delivery.file.append = append_to_full_disk
         assert await collector.collect(DrawnItem(1)) == 2
         collector._delivery.close()
-    assert len(calls) == 4
+    assert [len(groups) for groups in calls] == [2, 2]
     assert len(sent) == 2
+    assert len(path.read_text().splitlines()) == 2, "the first group's line is in the file once"
 
 
 async def test_the_backlog_of_an_attempt_that_cannot_be_saved_is_not_taken(tmp_path):
@@ -91,14 +95,33 @@ async def test_the_backlog_of_an_attempt_that_cannot_be_saved_is_not_taken(tmp_p
     assert list(collector.backlog) == ["more of it"]
 
 
-async def test_an_item_whose_backlog_is_no_list_is_given_up_and_no_group_of_it_is_saved(tmp_path):
+@pytest.mark.parametrize("more", [None, 5, "the next question", {"question": "the next"}], ids=repr)
+async def test_an_item_whose_backlog_is_no_list_is_given_up_and_no_group_of_it_is_saved(tmp_path, more):
     class NoBacklog(Env):
         async def collect_trajectories(self, item):
             group, _ = await super().collect_trajectories(item)
-            return group, None
+            return group, more
 
     path = tmp_path / "groups.jsonl"
     async with Rehearsal(NoBacklog, ["x"], tmp_path, data_path_to_save_groups=str(path)) as rehearsal:
+        collector, sent = await collector_of(rehearsal.env)
+        assert await collector.collect(DrawnItem(1)) == 0
+        collector._delivery.close()
+        assert list(collector.backlog) == [], "of a text its letters were tried next, of a mapping its keys"
+    assert sent == []
+    assert not path.exists()
+
+
+async def test_a_group_whose_overrides_cannot_be_read_is_not_saved(tmp_path):
+    """It was counted after it had been saved, and that failed: each attempt left a line, and none was sent."""
+
+    class Odd(Env):
+        async def collect_trajectories(self, item):
+            group, _ = await super().collect_trajectories(item)
+            return {**group, "overrides": ["set_advantage_to_zero", None]}, []
+
+    path = tmp_path / "groups.jsonl"
+    async with Rehearsal(Odd, ["x"], tmp_path, data_path_to_save_groups=str(path)) as rehearsal:
         collector, sent = await collector_of(rehearsal.env)
         assert await collector.collect(DrawnItem(1)) == 0
         collector._delivery.close()
@@ -188,3 +211,18 @@ async def test_a_group_that_collect_trajectories_hands_in_itself_is_sent_though_
         assert await collector.collect(DrawnItem(7)) == 1
         assert rehearsal.env.dropped_groups.counts == {}
     assert [group.scores for group in sent] == [[7.0, 0.0]]
+
+
+async def test_numbers_of_numpy_in_a_group_are_saved_as_numbers(tmp_path):
+    """An array made a list holds them; each attempt failed at the file, though the broker would have taken it."""
+
+    class OfNumpy(Env):
+        async def collect_trajectories(self, item):
+            group, backlog = await super().collect_trajectories(item)
+            logprobs = [list(np.array(row, np.float32)) for row in group["inference_logprobs"]]
+            return {**group, "inference_logprobs": logprobs, "group_overrides": {"level": np.int64(3)}}, backlog
+
+    async with Rehearsal(OfNumpy, ["x"], tmp_path) as rehearsal:
+        (group,) = await rehearsal.process(1)
+    assert group["group_overrides"] == {"level": 3}
+    assert {type(value) for row in group["inference_logprobs"] for value in row} == {float}

@@ -164,6 +164,38 @@ async def test_whatever_keeps_a_group_back_is_counted_by_its_reason(collector, i
     assert sent == dropped.sent == (0 if counts else 1)
 
 
+async def test_a_group_that_an_environment_delivers_itself_is_counted_once(collector):
+    """It was counted as no group as well, and its lease was given back for that reason."""
+
+    class Itself(Numbers):
+        async def collect_trajectories(self, item):
+            group, backlog = await super().collect_trajectories(item)
+            await self.handle_send_to_api(group, item)
+            return None, backlog
+
+    collector._env.__class__ = Itself
+    assert await collector.collect(DrawnItem([0.0, 0.0])) == 0
+    assert collector._env.dropped_groups.counts == {"equal-scores": 1}
+    assert await collector.collect(DrawnItem([0.0, 1.0])) == 1
+
+
+class Unprintable(Exception):
+    """An error whose text is made of something that is gone."""
+
+    def __str__(self):
+        raise OSError("the file is gone")
+
+    def __repr__(self):
+        return "Unprintable()"
+
+
+async def test_an_error_whose_text_cannot_be_made_costs_its_item_alone(collector):
+    """It ended the server: the number in `ValueError(10**5000)` has no text either."""
+    assert await collector.collect(DrawnItem(Unprintable())) == 0
+    assert collector._env.dropped_groups.counts == {"failed": 1}
+    assert "given up after Unprintable" in collector._env.dropped_groups.explain()
+
+
 async def test_an_item_that_an_environment_drops_is_not_tried_again(collector):
     collector._env.config.rollout_attempts = 5
     await collector.collect(DrawnItem(ItemDropped("no room")))

@@ -5,9 +5,14 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from environments.sdk.evaluation_page import MOST_SAMPLES, render_evaluation
+from environments.sdk.rehearsal import Rehearsal
 from environments.sdk.reporting import EvaluationResult
+from environments.sdk.tools import FunctionCall, ToolCall
+
+from .test_surface import Env
 
 SAMPLES = [
     {"question": "2+2?", "gold": 4, "text": "2+2=4\n#### 4", "score": 1.0},
@@ -76,3 +81,46 @@ def test_numbers_of_numpy_and_other_objects_are_written_like_plain_ones(tmp_path
     page = (tmp_path / "samples.html").read_text(encoding="utf-8")
     assert "half a pair ⟨U+D83D⟩" in page
     assert ">0.5</span>" in titles(page)[0]
+
+
+CALL = ToolCall(FunctionCall("add", "{}"), id="c1")
+
+
+@pytest.mark.parametrize(
+    ("sample", "written"),
+    [
+        ("a text", "a text"),
+        ([1, 2], [1, 2]),
+        (None, None),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL.model_dump()]}]},
+        ),
+    ],
+    ids=["text", "list", "null", "calls of a session"],
+)
+def test_no_form_of_a_sample_costs_an_evaluation_its_metrics(tmp_path, sample, written):
+    """The page could not show it, and the metrics are written after the page."""
+    result = EvaluationResult(
+        metrics={"eval/accuracy": 0.5}, task_name="mine", model_name="m", seconds=1.0, generation_parameters={},
+        samples=[sample],
+    )  # fmt: skip
+    result.write(tmp_path)
+    assert json.loads((tmp_path / "metrics.json").read_text())["results"]["all"] == {"eval/accuracy": 0.5}
+    assert json.loads((tmp_path / "samples.jsonl").read_text()) == written
+    assert len(titles((tmp_path / "samples.html").read_text())) == 1
+
+
+@pytest.mark.anyio
+async def test_samples_of_an_evaluation_that_are_made_one_by_one_are_all_written(tmp_path):
+    """A generator was used up by the first of the two files, and the page of none of them failed."""
+
+    class OneByOne(Env):
+        async def evaluate(self, *_, **__):
+            await self.evaluate_log({"eval/x": 1.0}, samples=({"text": text} for text in "ab"))
+
+    async with Rehearsal(OneByOne, ["x"], tmp_path) as rehearsal:
+        folder = await rehearsal.evaluate()
+    assert len((folder / "samples.jsonl").read_text().splitlines()) == 2
+    assert (folder / "samples.html").read_text().count("<summary>") == 2
+    assert (folder / "metrics.json").exists()

@@ -1,12 +1,16 @@
 """Groups before they are sent: aligned, complete, and rejected only for a reason."""
 
+import json
+
 import msgspec
 import numpy as np
 import pytest
 
-from atropos_api.wire.columns_groups import encode_submission
+from atropos_api.client.calls import Calls
+from atropos_api.wire.columns import unpack_body
+from atropos_api.wire.columns_groups import decode_group, encode_submission
 from environments.sdk.config import BaseEnvConfig
-from environments.sdk.groups import GroupRules, as_groups, group_items, to_wire
+from environments.sdk.groups import GroupRules, as_groups, fill_absent, group_items, to_wire
 from environments.sdk.reporting import EQUAL_SCORES, Rejection
 from environments.sdk.session.tokens_and_masks import SampleLog, SequenceNode
 
@@ -61,6 +65,7 @@ def test_empty_lists_mean_nothing_was_given():
         ({"overrides": [{}]}, "2 rollouts but 1 entries of overrides"),
         ({"inference_logprobs": [[-1.0] * 3, [-1.0]]}, "rollout 1 has 3 tokens but 1 entries of inference_logprobs"),
         ({"scores": [1.0]}, "1 scores"),
+        ({"overrides": ({},)}, "2 rollouts but 1 entries of overrides"),
     ],
 )
 def test_a_misaligned_group_is_reported_with_the_rollout(broken, words):
@@ -156,12 +161,38 @@ def test_one_advantage_for_a_rollout_stands_for_all_its_tokens():
     assert convert(advantages=[[1.0, 2.0, 3.0]] * 2).advantages == [[1.0, 2.0, 3.0]] * 2
 
 
+def test_a_tuple_has_rows_for_absent_rollouts_like_a_list():
+    """It kept two rows in a group of three, which the broker refuses."""
+    group = convert(policy_versions=([(0, 3, 1)], [(0, 3, 1)]), messages=([], []))
+    assert fill_absent(group, 3) == 1
+    assert (len(group.policy_versions), len(group.messages), len(group.tokens)) == (3, 3, 3)
+
+
 def test_rows_that_are_not_rows_are_left_for_the_broker_to_refuse():
     """A mistake in one group must not end the task that submits all groups."""
     group = convert()
     group.ref_logprobs = [1, 2]
     body = encode_submission(1, [group])
     assert b'"ref_logprobs":[1,2]' in body
+
+
+@pytest.mark.parametrize("form", ["columns", "json"])
+def test_numbers_of_numpy_are_sent_as_numbers(form):
+    """Groups with them were refused, though arrays of the same numbers are not."""
+    logprobs = [[1.0, np.float32(-0.1), np.float64(-0.1)]] * 2
+    group = convert(inference_logprobs=logprobs, group_overrides={"group_size": np.int64(2)})
+    (sent,) = submitted(group, form)
+    assert sent["group_overrides"] == {"group_size": 2}
+    assert sent["inference_logprobs"] == [[1.0, float(np.float32(-0.1)), -0.1]] * 2
+
+
+def submitted(group, form):
+    """Return the groups of a submission as JSON holds them."""
+    body = Calls(form=form).submit(1, [group], idempotency_key="key").content
+    if form == "json":
+        return json.loads(body)["groups"]
+    _, _, records = unpack_body(body)
+    return [msgspec.to_builtins(decode_group(record)) for record in records]
 
 
 def test_arrays_are_taken_as_lists():
@@ -179,6 +210,18 @@ def test_arrays_are_taken_as_lists():
     [
         ({"scores": [1.0]}, "this one has no tokens and no masks"),
         ({"tokens": [[5]], "masks": [[5]], "scores": [None]}, r"scores\[0\] is None, which is not a number"),
+        ({"tokens": [[5]], "masks": [[5]], "scores": {3: 0.5}}, r"scores is a dict, \{3: 0.5\}; give a list"),
+        ({"tokens": [[5]], "masks": [[5]], "scores": {1.0}}, "scores is a set"),
+        ({"tokens": ["a"], "masks": "a", "scores": [1.0]}, "masks is a str"),
+        (
+            {"tokens": [[5]], "masks": [[5]], "scores": [1.0], "overrides": [1]},
+            r"overrides\[0\] is 1; give a dictionary",
+        ),
+        ({"tokens": [[5]], "masks": [[5]], "scores": [1.0], "group_overrides": [1]}, r"group_overrides is \[1\]; give"),
+        (
+            {"tokens": [[5]], "masks": [[5]], "scores": [1.0], "generation_params": "t"},
+            "generation_params is 't'; give",
+        ),
         (5, "not 5"),
         ("text", "not 'text'"),
     ],

@@ -175,3 +175,23 @@ def test_half_a_surrogate_pair_in_data_or_a_tools_output_can_be_reported(groups)
         note_event("printed \ud83d")
         reported = msgspec.json.decode(msgspec.json.encode(_describe_group(progress, progress.began_at)))
     assert (reported["name"], reported["last_event"]) == ("cut off \\ud83d", "printed \\ud83d")
+
+
+class Lazy:
+    """An item that reads its question when it is asked for, from a file that is gone."""
+
+    @property
+    def question(self):
+        raise OSError("the file is gone")
+
+
+class Nameless:
+    def __repr__(self):
+        return self.missing
+
+
+@pytest.mark.parametrize("item", [(10**5000,), Lazy(), Nameless()], ids=["number", "property", "repr"])
+def test_an_item_that_cannot_be_shown_has_the_name_of_its_type(groups, item):
+    """The error ended the server with all its rollouts, though an item's name is only shown."""
+    with groups.collecting(item, 4) as progress:
+        assert progress.name == type(item).__name__

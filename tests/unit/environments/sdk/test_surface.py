@@ -8,6 +8,8 @@ import sys
 from types import SimpleNamespace
 
 import anyio
+import msgspec
+import numpy as np
 import pytest
 import yaml
 
@@ -167,6 +169,7 @@ def test_checkpoints_are_whole_and_found_under_a_stable_name(tmp_path):
     with pytest.raises(TypeError):
         state_files.save_state(tmp_path, "surface", 20, {"iter": object()})
     assert [path.name for path in (tmp_path / "env_checkpoints" / "surface").iterdir()] == ["step-10.json"]
+    (tmp_path / "env_checkpoints/surface/step-10 (copy).json").write_text("{}")  # a resumed run ended with a traceback
     assert state_files.load_state(tmp_path, "surface", 25) == {"iter": 3}
     assert state_files.load_state(tmp_path, "surface", 9) == {}
 
@@ -348,6 +351,12 @@ async def test_without_trackio_a_warning_is_logged_and_rollouts_go_on(tmp_path, 
 
 
 class Taught(TeacherDistillationEnv, Env):
+    of_numpy = False
+
+    async def postprocess_histories(self, trajectories):
+        tokens = [np.array(row) if self.of_numpy else row for row in trajectories["tokens"]]
+        return {**trajectories, "tokens": tokens}
+
     @classmethod
     def config_init(cls):
         return TeacherDistillationConfig(group_size=2, teacher_enabled=True, teacher_top_k=1), ServerBaseline()
@@ -361,6 +370,7 @@ class Teacher:
     async def get_logprobs(self, *, input_ids, top_k, split):
         if self.broken:
             raise OSError("teacher away")
+        msgspec.json.encode(input_ids)  # as in a request
         return {
             "prompt_topk_token_ids": [[token] * top_k for token in input_ids],
             "prompt_topk_logprobs": [[-0.5] * top_k for _ in input_ids],
@@ -381,11 +391,14 @@ async def test_a_teacher_is_set_by_flags_and_adds_its_logprobs(tmp_path):
         env.teacher_server = Teacher()
         collector, sent = await collector_of(env)
         await collector.collect(DrawnItem(1))
-        env.teacher_server.broken = True
+        env.of_numpy = True
         await collector.collect(DrawnItem(2))
-    assert sent[0].distill_token_ids == [[[token] for token in row] for row in sent[0].tokens]
-    assert sent[1].distill_token_ids is None
-    assert sent[1].distill_logprobs is None
+        env.teacher_server.broken = True
+        await collector.collect(DrawnItem(3))
+    for group in sent[:2]:
+        assert group.distill_token_ids == [[[token] for token in row] for row in group.tokens]
+    assert sent[2].distill_token_ids is None
+    assert sent[2].distill_logprobs is None
 
 
 def test_environments_without_a_teacher_have_no_flags_for_it():

@@ -6,6 +6,7 @@ from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import RequestRefused, TokensUnavailable
 from environments.sdk.groups import group_items, scored_group, scored_item, to_wire
 from environments.sdk.server_manager import ServerManager
+from environments.sdk.session.openai_types import openai_document
 from environments.sdk.session.tokens_and_masks import ESTIMATED, NOT_TRAINED, SampleLog, record_samples
 from environments.sdk.testing import InProcess
 from environments.sdk.testing_servers import FakeOpenAI
@@ -24,6 +25,18 @@ class CallingProvider(FakeOpenAI):
         call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
         for choice in found["choices"]:
             choice["message"] |= {"content": None, "tool_calls": [call]}
+        return found
+
+
+class ThinkingProvider(FakeOpenAI):
+    """A provider that returns its model's thoughts apart from the answer, under one of two names."""
+
+    name = "reasoning_content"
+
+    def answer(self, path, request):
+        found = FakeOpenAI.answer(self, path, request)
+        for choice in found["choices"]:
+            choice["message"][self.name] = "two and three"
         return found
 
 
@@ -110,3 +123,27 @@ async def test_logprobs_that_a_provider_cannot_give_are_refused_before_it_is_ask
         with pytest.raises(RequestRefused, match="logprobs"):
             await session.chat_completion(messages=CHAT, logprobs=True)
     assert (provider.requests, session.nodes) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+async def test_thoughts_that_a_provider_returns_apart_are_kept_with_the_answer(tokenizer, name):
+    """They were lost, though `--env.thinking_mode` asks for them."""
+    provider_class = type("Provider", (ThinkingProvider,), {"name": name})
+    manager, _ = text_manager(tokenizer, provider_class)
+    with record_samples("eval"):
+        alone = await manager.chat_completion(messages=CHAT)
+        async with manager.managed_server() as session:
+            in_session = await session.chat_completion(messages=CHAT)
+    for answer, text in ((alone, "five"), (in_session, "six")):
+        message = answer.choices[0].message
+        assert (message.content, message.reasoning_content, message.reasoning) == (text, *["two and three"] * 2)
+        assert openai_document(answer)["choices"][0]["message"]["reasoning_content"] == "two and three"
+        assert message.model_dump() == {"role": "assistant", "content": text}, "a next request does not repeat them"
+    assert "two and three" not in session.nodes[0].full_text
+
+
+async def test_an_answer_without_thoughts_has_no_field_for_them(tokenizer):
+    manager, _ = text_manager(tokenizer)
+    answer = await manager.chat_completion(messages=CHAT, split="eval")
+    assert answer.choices[0].message.reasoning is None
+    assert "reasoning_content" not in openai_document(answer)["choices"][0]["message"]

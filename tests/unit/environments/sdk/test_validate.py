@@ -47,6 +47,17 @@ def test_items_that_fail_are_named_with_what_was_wrong_and_the_exit_code_is_1(ca
     ]
 
 
+def test_a_wrong_answer_may_be_a_text_alone(capsys):
+    """Its letters were tried, and the answer itself was not."""
+
+    class Alone(Careless):
+        def gold_items(self):
+            yield GoldItem("7", "#### 7", "#### 17", name="seven")
+
+    assert run_verb(Alone, ["validate"]) == 1
+    assert "FAIL  seven: the wrong answer '#### 17' earns 1 like a right one" in capsys.readouterr().out
+
+
 def test_a_score_that_raises_fails_its_item_and_the_others_are_still_checked(capsys):
     class Raising(Careless):
         async def score_answer(self, item, text):
