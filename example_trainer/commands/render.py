@@ -11,10 +11,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from atropos_api.common.cliconfig import ConfigError, load_config, nearest, read_yaml
+from atropos_api.common.cliconfig import ConfigError, load_config, nearest
 from atropos_api.common.files import named_path
 from atropos_api.common.option_flags import flag
 from atropos_api.common.secrets import redact
+from atropos_api.common.yaml_files import read_yaml
 from example_trainer.launcher.endpoints import differing
 from example_trainer.launcher.placement.choice import check_fits, roles_of
 from example_trainer.launcher.placement.render import Machines, render_kuberay, render_slurm

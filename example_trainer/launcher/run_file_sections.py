@@ -14,8 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from atropos_api.common.cliconfig import RUN_FILE_SECTIONS, ConfigError, check_keys, load_config, nearest, read_yaml
+from atropos_api.common.cliconfig import RUN_FILE_SECTIONS, ConfigError, check_keys, load_config, nearest
 from atropos_api.common.secrets import redact
+from atropos_api.common.yaml_files import read_yaml
 from example_trainer.launcher.section_flags import PREFIXED_SECTIONS, SectionFlags
 from example_trainer.launcher.teacher import TEACHER
 from example_trainer.options.modes import MODES

@@ -12,8 +12,9 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from atropos_api.common.cliconfig import ConfigError, load_config, load_config_with_rest, read_yaml, run_cli
+from atropos_api.common.cliconfig import ConfigError, load_config, load_config_with_rest, run_cli
 from atropos_api.common.errors import AtroposError, Outage
+from atropos_api.common.yaml_files import read_yaml
 
 
 class Env(BaseModel):
