@@ -48,6 +48,8 @@ class Row(Question):
     """The assistant's reply in the data, which a model may learn; "" if there is none."""
     reply_message: Mapping[str, Any] | None = None
     """The message of that reply if the data has one, with all that the chat template may use of it."""
+    ends_chat: bool = False
+    """True if the reply was the chat's last message: else the chat is a prompt alone, whose turns are not learned."""
 
     def chat(
         self, *, form: PromptForm, has_template: bool, system_prompt: str | None = None
@@ -105,14 +107,16 @@ def make_row(record: Any, where: str, prompt_column: str | None = None) -> Row:
     if isinstance(prompt, str):
         return Row(prompt, reference, (), columns, reply, message)
     messages = read_chat(prompt, f"{where}, column {column}")
-    if messages[-1]["role"] == "assistant":
+    ends_chat = messages[-1]["role"] == "assistant"
+    if ends_chat:
         message, reply = messages[-1], read_cell(messages[-1:])
         messages = messages[:-1]
     if not messages:
         raise DataUnusable(f"{where}, column {column}: the chat has nothing to answer before the assistant's message")
     if is_blank(messages[-1]["content"]):
         raise PromptEmpty(f"{where}, column {column}: the message to answer is empty; fill it in, or leave the row out")
-    return Row(read_cell(messages[-1:]), reference or reply, tuple(messages), columns, reply, message)
+    asked = read_cell(messages[-1:])
+    return Row(asked, reference or reply, tuple(messages), columns, reply, message, ends_chat)
 
 
 def _text_in(cell: Any, where: str) -> str:
@@ -150,6 +154,7 @@ class ChatDataset:
 
     `tokenizer` is transformers' or `environments.sdk.tokenizer.load_tokenizer`'s. `turns` says which of the assistant's
     turns are in the loss mask: all, or a reply at the end alone, for templates that write earlier turns differently.
+    Of a row whose reply has a column of its own that is the reply alone: the chat is then its prompt.
     `max_tokens` cuts `token_ids` and `loss_mask` there, but no prompt. A row without a prompt that has a text under
     `text_column` is that text and an end token: it has no prompt, and the mask has every token but the first.
     """
@@ -255,7 +260,7 @@ class ChatDataset:
         reply = row.reply_message or ({"role": "assistant", "content": row.reply} if row.reply else None)
         whole = [*chat, reply] if reply else list(chat)
         answers = [at for at, message in enumerate(whole) if at and message["role"] == "assistant"]
-        if self._turns == "last":
+        if self._turns == "last" or (reply and not row.ends_chat):
             answers = [len(chat)] if reply else []
         render = partial(self._render, where=where, tools=_tools_of(row, where))
         tokens: list[int] = []

@@ -327,6 +327,14 @@ def test_a_completion_is_learned_as_its_text(tokenizer, reply, text):
     assert (learned(tokenizer, sample), sample["ground_truth"]) == (f"{text}<|end|>", text)
 
 
+@pytest.mark.parametrize("completion", ["a2", [TURNS[4]]])
+def test_answers_in_a_prompt_are_not_learned_with_its_completion(tokenizer, completion):
+    sample = ChatDataset([{"prompt": TURNS[:4], "completion": completion}], tokenizer)[0]
+    assert learned(tokenizer, sample) == "a2<|end|>"
+    whole = ChatDataset([{"messages": TURNS}], tokenizer)[0]
+    assert tokenizer.decode(sample["token_ids"]) == tokenizer.decode(whole["token_ids"])
+
+
 def test_a_completion_that_is_missing_leaves_the_reply_to_the_next_column():
     row = {"prompt": "p", "completion": float("nan"), "response": "r"}
     assert chat_dataset.make_row(row, "here").reply == "r"
