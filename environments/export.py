@@ -36,7 +36,14 @@ from atropos_api.common.files import OutputFile, named_path
 from atropos_api.common.identity import Address
 from atropos_api.common.secrets import SECRET, TokenSource
 from atropos_api.wire.groups import ABSENT
-from environments.sdk.group_files import GroupsUnreadable, groups_from_broker, read_groups, render, trained_text
+from environments.sdk.group_files import (
+    GroupsUnreadable,
+    groups_from_broker,
+    read_groups,
+    render,
+    trained_text,
+    trained_turns,
+)
 
 
 class ExportOptions(BaseModel):
@@ -86,7 +93,10 @@ Lines = Callable[[Mapping[str, Any], OptionsT, Any], Iterator[dict[str, Any]]]
 
 
 def sft_lines(group: Mapping[str, Any], options: SftOptions, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """Yield the best rollouts of a group: prefix and completion, or messages, with their score."""
+    """Yield the best rollouts of a group: prefix and completion of each turn, or messages, with their score.
+
+    One completion of all turns would hold what tools and users said in between, which nothing should learn to say.
+    """
     scores = group["scores"]
     ranked = sorted(_rollouts(group), key=lambda index: -scores[index])
     worst = min((scores[index] for index in ranked), default=0.0)
@@ -101,8 +111,8 @@ def sft_lines(group: Mapping[str, Any], options: SftOptions, tokenizer: Any) -> 
             yield {"messages": _messages(group)[index], "score": scores[index]}
         else:
             tokens, masks = _sequences(group)
-            prefix, completion = trained_text(tokenizer, tokens[index], masks[index])
-            yield {"prefix": prefix, "completion": completion, "score": scores[index]}
+            for prefix, completion in trained_turns(tokenizer, tokens[index], masks[index]):
+                yield {"prefix": prefix, "completion": completion, "score": scores[index]}
 
 
 def dpo_lines(group: Mapping[str, Any], options: DpoOptions, tokenizer: Any) -> Iterator[dict[str, Any]]:

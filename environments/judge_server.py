@@ -126,7 +126,9 @@ class JudgeEnv(QuestionEnv):
     async def mark(self, question: Question, answer: str) -> float:
         verdict = await self._ask(MARK, question.question, answer)
         if verdict is None or not verdict.isdigit() or not 1 <= int(verdict) <= 10:
-            raise VerdictUnreadable(f"the judge gave no mark from 1 to 10 but {verdict!r}; is it a chat model?")
+            raise VerdictUnreadable(
+                f"the judge gave no mark from 1 to 10 but {verdict!r}; is it a chat model, and judge_max_tokens enough?"
+            )
         return (int(verdict) - 1) / 9
 
     async def score_answer(self, item: Question, text: str) -> float:
@@ -178,12 +180,16 @@ class JudgeEnv(QuestionEnv):
         return SHARES.get((verdict or "tie").lower(), 0.5)
 
     async def _ask(self, form: str, request: str, first: str, second: str = "") -> str | None:
-        """Ask the judge and return the last verdict in its answer; None when there is none."""
+        """Ask the judge and return the last verdict in its answer; None when there is none.
+
+        An answer that was cut off has none: what stands in its reasons may be quoted from the question.
+        """
         text = form.format(rubric=self.config.rubric, request=request, first=first, second=second)
         completion = await self.judge.chat_completion(
             messages=[{"role": "user", "content": text}], max_tokens=self.config.judge_max_tokens, temperature=0.0
         )
-        found = _VERDICT.findall(completion.choices[0].message.content or "")
+        choice = completion.choices[0]
+        found = _VERDICT.findall(choice.message.content or "") if choice.finish_reason != "length" else []
         return found[-1] if found else None
 
     def _judge_server(self) -> ServerManager:

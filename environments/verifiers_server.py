@@ -97,9 +97,12 @@ class VerifiersEnv(BaseEnv):
             load = partial(self.inner.get_dataset, seed=self.config.seed)
             self.problems = await run_blocking(load, about="the training problems")
 
+    async def item_at(self, number: int) -> dict[str, Any]:
+        return dict(self.problems[number % len(self.problems)])
+
     async def get_next_item(self) -> dict[str, Any]:
         self.items_taken += 1
-        return dict(self.problems[(self.items_taken - 1) % len(self.problems)])
+        return await self.item_at(self.items_taken - 1)
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
         super().save_checkpoint(step, {"items_taken": self.items_taken, **(data or {})})

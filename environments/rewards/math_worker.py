@@ -21,8 +21,8 @@ from typing import Any
 
 MEMORY_LIMIT_BYTES = 2 << 30
 DELIMITERS = ("\\boxed", "$", "\\(", "\\[")
-SMALL = 1e-2
 RELATIVE_ERROR = 1e-3
+ROUNDING_ERROR = 1e-12
 ABOUT = 0.05
 _POWER_OF_TEN = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,4})(?![\w.]*\w)")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -179,6 +179,7 @@ def main() -> None:
 def verdict(gold: str, answer: str) -> str:
     from math_verify import verify
 
+    confirm_equality()
     wanted, parsed = expressions(gold), expressions(answer)
     if not parsed:
         return "no answer"
@@ -189,7 +190,6 @@ def verdict(gold: str, answer: str) -> str:
         return "correct" if equal else "wrong"
     same = (
         verify(list(wanted), list(parsed), timeout_seconds=None)
-        and same_size(wanted, parsed)
         and sides_agree(parsed)
         and percentage_is_meant(wanted, parsed)
         and words_agree(gold, answer)
@@ -198,12 +198,30 @@ def verdict(gold: str, answer: str) -> str:
     return "correct" if same else "wrong"
 
 
-def same_size(wanted: tuple[Any, ...], parsed: tuple[Any, ...]) -> bool:
-    """Return True if an answer to a gold near zero has the gold's size: math-verify's six decimals show 0 for both."""
-    golds, answers = numbers(wanted), numbers(parsed)
-    if not golds or not answers or abs(golds[0]) >= SMALL:
+def confirm_equality() -> None:
+    """Have math-verify confirm that numbers are equal: it takes one that is divided by `39!` or `2^{90}` for 0."""
+    from math_verify import grader
+
+    equal = grader.sympy_numeric_eq
+    if equal.__module__ == grader.__name__:  # it is not replaced yet
+        grader.sympy_numeric_eq = lambda gold, answer, *limits: equal(gold, answer, *limits) and close(gold, answer)
+
+
+def close(gold: Any, answer: Any) -> bool:
+    """Return False if two numbers differ: by more than a thousandth if one of them has decimals, else at all."""
+    from math_verify.grader import get_pct_val
+    from sympy import Expr, Float
+
+    if not (isinstance(gold, Expr) and isinstance(answer, Expr) and (gold - answer).is_number):
         return True
-    return any(abs(golds[0] - value) <= RELATIVE_ERROR * abs(golds[0]) for value in answers)
+    if get_pct_val(gold) is not None or get_pct_val(answer) is not None:
+        return True
+    allowed = RELATIVE_ERROR if gold.has(Float) or answer.has(Float) else ROUNDING_ERROR
+    size = abs(gold.subs(dict.fromkeys(gold.free_symbols, 0)).evalf())
+    apart = abs((gold - answer).evalf())
+    if not (size.is_finite and apart.is_finite) or getattr(apart, "_prec", 0) == 1:  # 1: no digit of it is certain
+        return True
+    return bool(apart <= allowed * size)
 
 
 def sides_agree(parsed: tuple[Any, ...]) -> bool:

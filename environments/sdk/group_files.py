@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import FileIO
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,6 +89,20 @@ def groups_from_broker(
 def trained_text(tokenizer: Any, tokens: list[int], mask: list[int]) -> tuple[str, str]:
     """Return the text before the first trained token, and the text from there on."""
     start = next((index for index, value in enumerate(mask) if value != -100), len(tokens))
+    return _divided_text(tokenizer, tokens, start)
+
+
+def trained_turns(tokenizer: Any, tokens: list[int], mask: list[int]) -> Iterator[tuple[str, str]]:
+    """Yield for each run of trained tokens the text before it, earlier turns included, and its own text."""
+    position = 0
+    for is_trained, values in groupby(value != -100 for value in mask):
+        start, position = position, position + len(list(values))
+        if is_trained:
+            yield _divided_text(tokenizer, tokens[:position], start)
+
+
+def _divided_text(tokenizer: Any, tokens: list[int], start: int) -> tuple[str, str]:
+    """Return the text of the tokens before `start`, and that of the others."""
     prefix = str(tokenizer.decode(tokens[:start])) if start else ""
     whole = str(tokenizer.decode(tokens))
     # Some tokenizers decode the parts differently from the whole; then the parts are decoded one by one.

@@ -3,9 +3,9 @@
 `load_rows` gives the rows that an environment samples answers for. `ChatDataset` tokenizes each row with the chat
 template: its prompt to sample from, and the whole chat with a mask of the assistant's tokens to learn from. A row is a
 prompt that is text, or a chat with or without a system prompt; the assistant's message at its end, or the columns
-`completion` and `response`, are its reply. A message has role and content, or `from` and `value` as in ShareGPT's data.
-The column `tools`, a list or its JSON, goes to the chat template: the functions that may be called. This module needs
-no torch; `example_trainer.library` has the collator.
+`completion` and `response`, are its reply: text, or a message. A message has role and content, or `from` and `value` as
+in ShareGPT's data. The column `tools`, a list or its JSON, goes to the chat template: the functions that may be called.
+This module needs no torch; `example_trainer.library` has the collator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from environments.tasks.chat_messages import read_chat, without_nulls
+from environments.sdk.tools import with_parsed_arguments
+from environments.tasks.chat_messages import read_chat, reply_message, without_nulls
 from environments.tasks.data import Question, is_blank, is_missing, parts_in, read_cell, warn_of_parts
 from environments.tasks.records import DataUnusable, Split, load_records, records_of
 
@@ -47,6 +48,8 @@ class Row(Question):
     """The assistant's reply in the data, which a model may learn; "" if there is none."""
     reply_message: Mapping[str, Any] | None = None
     """The message of that reply if the data has one, with all that the chat template may use of it."""
+    ends_chat: bool = False
+    """True if the reply was the chat's last message: else the chat is a prompt alone, whose turns are not learned."""
 
     def chat(
         self, *, form: PromptForm, has_template: bool, system_prompt: str | None = None
@@ -96,21 +99,30 @@ def make_row(record: Any, where: str, prompt_column: str | None = None) -> Row:
             "Name the prompt's with --env.prompt_column; of atropos-sft with --prompt-column, or --text-column for text"
         )
     columns = {str(name): value for name, value in record.items() if name != column}
-    reference = next((read_cell(columns[name]) for name in REFERENCES if not is_missing(columns.get(name))), "")
-    reply = next((read_cell(columns[name]) for name in REPLIES if columns.get(name)), "")
+    reference = next((_text_in(columns[name], where) for name in REFERENCES if not is_missing(columns.get(name))), "")
+    replies = (columns[name] for name in REPLIES if columns.get(name))
+    cell = next((cell for cell in replies if not is_missing(cell)), "")
+    message, reply = reply_message(cell, where), _text_in(cell, where)
     prompt = record[column]
     if isinstance(prompt, str):
-        return Row(prompt, reference, (), columns, reply)
+        return Row(prompt, reference, (), columns, reply, message)
     messages = read_chat(prompt, f"{where}, column {column}")
-    message = None
-    if messages[-1]["role"] == "assistant":
-        message, reply = messages[-1], str(messages[-1]["content"])
+    ends_chat = messages[-1]["role"] == "assistant"
+    if ends_chat:
+        message, reply = messages[-1], read_cell(messages[-1:])
         messages = messages[:-1]
     if not messages:
         raise DataUnusable(f"{where}, column {column}: the chat has nothing to answer before the assistant's message")
     if is_blank(messages[-1]["content"]):
         raise PromptEmpty(f"{where}, column {column}: the message to answer is empty; fill it in, or leave the row out")
-    return Row(str(messages[-1]["content"]), reference or reply, tuple(messages), columns, reply, message)
+    asked = read_cell(messages[-1:])
+    return Row(asked, reference or reply, tuple(messages), columns, reply, message, ends_chat)
+
+
+def _text_in(cell: Any, where: str) -> str:
+    """Return the text of a cell, which is that of its message if it has one."""
+    message = reply_message(cell, where)
+    return read_cell(cell if message is None else [message])
 
 
 class ChatSample(TypedDict):
@@ -142,6 +154,7 @@ class ChatDataset:
 
     `tokenizer` is transformers' or `environments.sdk.tokenizer.load_tokenizer`'s. `turns` says which of the assistant's
     turns are in the loss mask: all, or a reply at the end alone, for templates that write earlier turns differently.
+    Of a row whose reply has a column of its own that is the reply alone: the chat is then its prompt.
     `max_tokens` cuts `token_ids` and `loss_mask` there, but no prompt. A row without a prompt that has a text under
     `text_column` is that text and an end token: it has no prompt, and the mask has every token but the first.
     """
@@ -247,7 +260,7 @@ class ChatDataset:
         reply = row.reply_message or ({"role": "assistant", "content": row.reply} if row.reply else None)
         whole = [*chat, reply] if reply else list(chat)
         answers = [at for at, message in enumerate(whole) if at and message["role"] == "assistant"]
-        if self._turns == "last":
+        if self._turns == "last" or (reply and not row.ends_chat):
             answers = [len(chat)] if reply else []
         render = partial(self._render, where=where, tools=_tools_of(row, where))
         tokens: list[int] = []
@@ -288,7 +301,8 @@ class ChatDataset:
     def _render(self, messages: Chat, *, where: str, tools: Sequence[Any] | None, open_turn: bool) -> str:
         shown = {"add_generation_prompt": open_turn, **({} if tools is None else {"tools": tools})}
         try:
-            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **shown))
+            chat = with_parsed_arguments([dict(message) for message in messages])  # as a session renders them
+            return str(self._tokenizer.apply_chat_template(chat, tokenize=False, **shown))
         except Exception as error:  # templates refuse what they do not expect in ways of their own
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise DataUnusable(

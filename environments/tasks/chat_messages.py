@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from environments.rewards.protocol import reference_text
 from environments.tasks.records import DataUnusable
 
 SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"} | {
@@ -28,6 +29,25 @@ def read_chat(value: Any, where: str) -> list[Mapping[str, Any]]:
         raise DataUnusable(f"{where}: a prompt is text or a list of messages with role and content, not {value!r:.80}")
     # A message that only calls tools may lack a content, and templates differ in whether they ask for it.
     return [without_nulls({**message, "content": message.get("content") or ""}) for message in messages]
+
+
+def reply_message(value: Any, where: str) -> Mapping[str, Any] | None:
+    """Return the assistant's message in a reply's cell, a message or a list of one; None for a cell of other content.
+
+    It keeps all that a chat template may use of it, such as tool calls and thoughts. Its content is text.
+    """
+    message = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+    if not _is_message(message):
+        return None
+    read = read_chat([message], where)
+    return {**read[0], "role": "assistant", "content": reference_text(read)}
+
+
+def _is_message(value: Any) -> bool:
+    """Return True for a message of a known form with anything in it."""
+    if not isinstance(value, Mapping) or not (value.get("role") or str(value.get("from")) in SPEAKERS):
+        return False
+    return any(value.get(key) for key in ("content", "value", "tool_calls"))
 
 
 def _with_role(message: Any, where: str) -> Any:

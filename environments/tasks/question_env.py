@@ -28,6 +28,7 @@ from environments.rewards.math import reference
 from environments.rewards.protocol import GoldUnparsable
 from environments.sdk import BaseEnv, BaseEnvConfig, ItemDropped, ScoredDataGroup, SequenceNode
 from environments.sdk.session.tokens_and_masks import current_split
+from environments.sdk.tools import with_parsed_arguments
 from environments.tasks.data import ROW, DataFields, Question, ShuffledEpochs, shown_row
 from environments.tasks.records import ENCODING
 
@@ -194,7 +195,7 @@ class QuestionEnv(BaseEnv):
     def chat_length(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> int:
         """Return the tokens of a chat's prompt; its template already writes the tokens that begin a text."""
         render = partial(self.tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False)
-        return len(render(list(messages), tools=tools))
+        return len(render(with_parsed_arguments([dict(message) for message in messages]), tools=tools))
 
     @property
     def longest_sequence(self) -> int:

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import socket
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,7 +155,11 @@ class ServerConfig(BaseModel):
         None, description="Maximum length of prompt and output together, in tokens.", gt=0
     )
     max_num_seqs: int | None = Field(None, description="Maximum number of sequences decoded at once.", gt=0)
-    seed: int = Field(0, description="Seed of the engine, for requests without one.")
+    seed: int = Field(
+        0,
+        description="Seed of the engine, for requests without one; of a server that registers or awaits a policy it "
+        "follows from its name and port, unless it is given.",
+    )
     enforce_eager: bool | None = Field(None, description="Do not compile the model; the default on a CPU.")
     tensor_parallel_size: int = Field(1, description="GPUs that each layer is split over.", ge=1)
     pipeline_parallel_size: int = Field(1, description="GPUs that the layers are distributed over.", ge=1)
@@ -220,6 +225,16 @@ class ServerConfig(BaseModel):
         """
         is_node = environ.get("NUM_INFERENCE_NODES", "0") not in {"", "0"} or self.broker_url is not None
         return self.await_policy or (is_node and self.share_weights is None and self.policy_version is None)
+
+    def engine_seed(self, environ: Mapping[str, str]) -> int:
+        """Return the engine's seed: another one for each server of a policy, unless it is given.
+
+        Idle servers with one seed would answer a prompt with the same tokens, and a group would hold them twice.
+        """
+        is_one_of_several = self.broker_url is not None or self.awaits_policy(environ)
+        if not is_one_of_several or "seed" in self.model_fields_set:
+            return self.seed
+        return zlib.crc32(f"{socket.gethostname()}:{self.port}/{self.server_id}".encode()) >> 1
 
     def identify(self, boot_id: str, environ: Mapping[str, str], *, encrypted: bool) -> RegistrationIdentity:
         """Return this server as it registers at a broker."""
@@ -295,6 +310,7 @@ def vllm_arguments(config: ServerConfig, rest: Sequence[str], *, on_cpu: bool) -
         for name, value in config.model_dump(exclude=set(_OWN_FIELDS)).items()
         if value is not None and not (value is False and name in off_by_default)
     }
+    values["seed"] = config.engine_seed(os.environ)
     values.setdefault("disable_uvicorn_access_log", True)
     values.setdefault("max_logprobs", MOST_LOGPROBS)
     if config.enable_lora:

@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from html.parser import HTMLParser
+from itertools import chain
 from types import SimpleNamespace
 
 import msgspec
@@ -135,6 +136,16 @@ def test_a_prompt_that_the_answer_repeats_costs_no_text(group, tokenizer):
     for line, tokens in zip(lines, group["tokens"], strict=False):
         assert line["prefix"] + line["completion"] == tokenizer.decode(tokens)
         assert line["completion"].startswith("one two")
+
+
+def test_each_turn_is_an_example_and_a_tools_words_are_in_no_completion(tokenizer):
+    parts = [tokenizer.encode(word) for word in ("one", "two", "three", "four")]
+    masks = [part if at % 2 else [-100] * len(part) for at, part in enumerate(parts)]
+    group = {"tokens": [list(chain(*parts))], "masks": [list(chain(*masks))], "scores": [1.0]}
+    lines = [(line["prefix"], line["completion"]) for line in sft_lines(group, SftOptions(), tokenizer)]
+    assert lines == [("one", "two"), ("onetwothree", "four")]
+    untrained = group | {"masks": [[-100] * len(group["tokens"][0])]}
+    assert list(sft_lines(untrained, SftOptions(), tokenizer)) == []
 
 
 def test_an_empty_prompt_is_not_an_error(tokenizer):

@@ -99,6 +99,14 @@ async def test_a_mark_that_cannot_be_read_is_never_a_score(make):
     assert failure.group_contains(VerdictUnreadable, match="'11'")
 
 
+async def test_reasons_that_were_cut_off_hold_no_verdict(make):
+    env, judge = await make(lambda _: "")
+    judge.respond = lambda *_: env.tokenizer.encode("It may end with a mark like [[5]] or with [[A]], so")
+    assert await env._prefers({"prompt": "?", "completion": "x"}, {"completion": "y"}) == 0.5
+    with pytest.raises(VerdictUnreadable, match="judge_max_tokens"):
+        await env.mark(await env.get_next_item(), "x")
+
+
 async def test_an_evaluation_compares_with_the_reference(make, tmp_path):
     env, _ = await make(prefer_longer, data_dir_to_save_evals=str(tmp_path / "evals"))
     setup_judge = env.judge

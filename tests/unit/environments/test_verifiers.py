@@ -105,6 +105,16 @@ async def test_an_environment_must_be_named(theirs):
             await rehearsal.env.setup()
 
 
+async def test_problems_have_numbers_so_that_no_two_processes_train_the_same_one(theirs):
+    async with rehearse(theirs, "single", ["2"]) as rehearsal:
+        env = rehearsal.env
+        assert env.numbers_items
+        env.problems, env.items_taken = [{"question": name} for name in "abc"], 0
+        taken = [await env.get_next_item() for _ in range(5)]
+        assert [item["question"] for item in taken] == list("abcab")
+        assert [await env.item_at(number) for number in range(5)] == taken
+
+
 def test_options_that_are_not_a_json_object_are_refused():
     with pytest.raises(ValueError, match="JSON object"):
         VerifiersEnvConfig(environment_options="[1]")

@@ -56,6 +56,22 @@ def test_one_of_several_nodes_awaits_the_weights_that_a_trainer_sends(fields, no
     assert config(**fields).awaits_policy({"NUM_INFERENCE_NODES": nodes}) is awaits
 
 
+def test_servers_of_one_policy_have_different_seeds_unless_one_is_given(monkeypatch):
+    """With one seed, idle servers would answer the same prompt with the same tokens."""
+
+    def seed(**fields):
+        return after(vllm_arguments(config(**fields), [], on_cpu=True), "--seed")
+
+    registered = {"broker_url": "http://broker:8000"}
+    assert len({seed(port=port, **registered) for port in range(9001, 9033)}) == 32
+    first = seed(port=9001, **registered)
+    assert first == seed(port=9001, **registered) != seed(port=9001, server_id="b", **registered)
+    assert seed(port=9001, await_policy=True) != seed(port=9002, await_policy=True)
+    assert (seed(seed=0, **registered), seed(port=9001), seed(port=9002)) == ("0", "0", "0")
+    monkeypatch.setenv("NUM_INFERENCE_NODES", "2")
+    assert seed(port=9001) != seed(port=9002)
+
+
 def test_the_manifest_goes_to_the_flags_directory_then_logdir_then_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert config(bridge_dir=Path("/given")).manifest_directory({"LOGDIR": "/logs"}) == Path("/given")

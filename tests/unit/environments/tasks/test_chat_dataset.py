@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from environments.sdk.tokenizer import FastTokenizer
+from environments.sdk.tokenizer import Codec, FastTokenizer
 from environments.tasks import chat_dataset
 from environments.tasks.chat_dataset import ChatDataset
+from environments.tasks.question_env import QuestionEnv
 from environments.tasks.records import DataUnusable
 
 TURNS = [
@@ -271,6 +273,77 @@ def test_a_chat_that_calls_tools_is_learned_with_its_calls_and_shows_its_tools(w
     assert learned(tokenizer, sample) == "(add)<|end|>|a<|end|>"
     only_call = ChatDataset([{"messages": CALLS[:2]}], tokenizer)[0]
     assert learned(tokenizer, only_call) == "(add)<|end|>"
+
+
+ARGUMENTS = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}{{ call['function']['arguments'] | tojson }}{% endfor %}"
+    "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+ASK = {"role": "user", "content": "u"}
+
+
+def adds(arguments, content="c"):
+    """Return an assistant's message that calls a tool."""
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}'])
+def test_arguments_of_a_call_are_learned_as_an_object_in_either_form(with_template, arguments):
+    tokenizer = with_template(ARGUMENTS)
+    sample = ChatDataset([{"messages": [ASK, adds(arguments)]}], tokenizer)[0]
+    assert learned(tokenizer, sample) == 'c{"x": 1}<|end|>'
+
+
+def test_the_length_of_a_prompt_is_that_of_the_chat_that_a_session_renders(with_template):
+    """Some templates write each argument of a call, which is text in OpenAI's form and has none."""
+    tokenizer = with_template(ARGUMENTS.replace("| tojson", "| items | list | tojson"))
+    env, chat = SimpleNamespace(tokenizer=tokenizer), [ASK, adds('{"x": 1}'), {"role": "tool", "content": "3"}]
+    rendered = Codec(tokenizer).render(chat, options={}, add_generation_prompt=True)
+    assert QuestionEnv.chat_length(env, chat) == len(tokenizer.encode(rendered, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("content", ["c", "", None])
+@pytest.mark.parametrize("prompt", [[ASK], "u"])
+@pytest.mark.parametrize("as_list", [True, False])
+def test_a_completion_that_is_a_message_is_learned_with_its_calls(with_template, prompt, content, as_list):
+    tokenizer, message = with_template(ARGUMENTS), adds('{"x": 1}', content)
+    sample = ChatDataset([{"prompt": prompt, "completion": [message] if as_list else message}], tokenizer)[0]
+    assert learned(tokenizer, sample) == (content or "") + '{"x": 1}<|end|>'
+    assert sample["ground_truth"] == (content or "")
+
+
+@pytest.mark.parametrize(
+    ("reply", "text"),
+    [
+        ([{"from": "gpt", "value": "a"}], "a"),
+        ([{"role": "assistant", "content": [{"type": "text", "text": "a"}]}], "a"),
+        ({"score": 1}, "{'score': 1}"),
+    ],
+)
+def test_a_completion_is_learned_as_its_text(tokenizer, reply, text):
+    sample = ChatDataset([{"prompt": "p", "completion": reply}], tokenizer)[0]
+    assert (learned(tokenizer, sample), sample["ground_truth"]) == (f"{text}<|end|>", text)
+
+
+@pytest.mark.parametrize("completion", ["a2", [TURNS[4]]])
+def test_answers_in_a_prompt_are_not_learned_with_its_completion(tokenizer, completion):
+    sample = ChatDataset([{"prompt": TURNS[:4], "completion": completion}], tokenizer)[0]
+    assert learned(tokenizer, sample) == "a2<|end|>"
+    whole = ChatDataset([{"messages": TURNS}], tokenizer)[0]
+    assert tokenizer.decode(sample["token_ids"]) == tokenizer.decode(whole["token_ids"])
+
+
+def test_a_completion_that_is_missing_leaves_the_reply_to_the_next_column():
+    row = {"prompt": "p", "completion": float("nan"), "response": "r"}
+    assert chat_dataset.make_row(row, "here").reply == "r"
+
+
+def test_content_in_parts_is_a_reference_and_a_question_by_its_text():
+    turns = [{"role": role, "content": [{"type": "text", "text": role}]} for role in ("user", "assistant")]
+    row = chat_dataset.make_row({"messages": turns}, "here")
+    assert (row.question, row.answer) == ("user", "assistant")
 
 
 @pytest.mark.parametrize("tools", ["[add", {"name": "add"}])
