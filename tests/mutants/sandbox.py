@@ -31,7 +31,8 @@ _OWN = f"{_TESTS}test_limits.py::test_every_namespace_is_its_own"
 _KILLED = f"{_TESTS}test_lifetime.py::test_a_killed_supervisor_takes_its_run_along_and_is_replaced"
 _HIDING = f"{_TESTS}test_lifetime.py::test_processes_that_hide_end_with_the_code"
 _COUNTED = f"{_TESTS}test_limits.py::test_"
-_ANSWERS = "unit/environments/rewards/test_math_verifier.py::test_"
+_ANSWERS = "unit/environments/rewards/test_math_worker.py::test_"
+_CHILDREN = "unit/environments/rewards/test_math_verifier.py::test_"
 _LIMITED = "if value >= 0:"
 
 _EVERYWHERE = (
@@ -198,14 +199,14 @@ _EVERYWHERE = (
         _MATH,
         "resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))",
         "pass",
-        f"{_ANSWERS}a_child_may_hold_two_gibibytes_and_no_more",
+        f"{_CHILDREN}a_child_may_hold_two_gibibytes_and_no_more",
     ),
     Mutant(
         "answers may take the clock's time",
         _MATH,
         "signal.setitimer(signal.ITIMER_PROF, seconds)",
         "pass",
-        f"{_ANSWERS}an_expression_that_makes_sympy_hang_is_given_up_and_its_child_replaced_while_the_loop_runs_on",
+        f"{_CHILDREN}an_expression_that_makes_sympy_hang_is_given_up_and_its_child_replaced_while_the_loop_runs_on",
     ),
     Mutant(
         "any last side counts",
