@@ -199,7 +199,7 @@ def test_files_for_which_the_time_was_too_short_leave_the_values_of_an_earlier_r
 def test_packages_on_the_path_are_found_by_the_checks(
     folder: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing can be installed, packages are unpacked into a folder on PYTHONPATH, which was overwritten."""
+    """Packages are unpacked into a folder on PYTHONPATH, which was overwritten, if nothing can be installed."""
     (tmp_path / "unpacked").mkdir()
     (tmp_path / "unpacked" / "an_unpacked_package.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "unpacked"))
