@@ -150,7 +150,10 @@ def install_mask_widths() -> None:
 
 
 def cutting_masks(fill: Any) -> Any:
-    """Return `fill` changed so that a row narrower than the tokenizer's tokens gets the first part of their mask."""
+    """Return `fill` changed so that a row of another width than the tokenizer's gets its mask, as far as both go.
+
+    What a wider row has beyond is no token of the tokenizer: Mistral's may have fewer than the model.
+    """
     import torch
 
     @wraps(fill)
@@ -161,7 +164,9 @@ def cutting_masks(fill: Any) -> Any:
             return
         whole = torch.full((1, words), -1, dtype=torch.int32)
         fill(grammar, whole, 0)
-        masks[row] = whole[0, : masks.shape[1]]
+        width = min(words, masks.shape[1])
+        masks[row, :width] = whole[0, :width]
+        masks[row, width:] = 0
 
     return filling
 

@@ -104,6 +104,9 @@ def test_masks_of_guidance_are_as_wide_as_the_models_if_the_tokenizer_has_more_t
     assert masks.tolist() == whole[:, :8].tolist()
     assert masks[1].tolist() == [0, 0, 0, sum(1 << number for number in range(1, 27)), 0, 0, 0, 0], "a to z"
     install_mask_widths()
+    wider = torch.full((1, 10), -1, dtype=torch.int32)
+    cutting_masks(fill)(grammar, wider, 0)
+    assert wider[0].tolist() == [*whole[1].tolist(), 0], "the tokenizer has no such token"
     made = GuidanceBackend.allocate_token_bitmask(SimpleNamespace(vocab_size=vocabulary, ll_tokenizer=tokenizer), 3)
     assert made.shape == (3, 8)
 
