@@ -13,7 +13,7 @@ import logging
 from collections import Counter, UserDict
 from collections.abc import Awaitable, Callable, Iterator, ValuesView
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,12 @@ class Adapters:
             yield
         finally:
             self._users[adapter.name] -= 1
+
+    async def look_at_given(self) -> None:
+        """Learn which adapters of `--lora-modules`, which vLLM has loaded, change the output head."""
+        for name, given in list(self._loaded.items()):
+            told = await self._engine.call_worker("atropos_load_adapter", name, given.request.adapter_id, given.path)
+            self._loaded[name] = replace(given, adapts_head=told["adapts_head"])
 
     async def load(self, name: str, path: str, version: PolicyVersion | None, *, activate: bool) -> dict[str, Any]:
         """Load an adapter from a directory."""

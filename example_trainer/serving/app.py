@@ -141,6 +141,7 @@ class ServerRun:
         header = SegmentHeader(Path(manifest.header_path)) if manifest else None
         fence = Fence(engine, gate, header=header, awaits_adapter=self._config.awaits_policy(os.environ))
         adapters = self._make_adapters(app, engine, fence)
+        await adapters.look_at_given()
         if self._config.adapter_path is not None:
             await self._serve_first(adapters, self._config.adapter_path)
         elif self._config.policy_version is not None:

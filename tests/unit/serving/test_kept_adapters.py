@@ -81,6 +81,27 @@ async def test_an_adapter_of_the_command_line_is_served_and_keeps_its_number(tmp
 
 
 @pytest.mark.anyio
+async def test_an_adapter_of_the_command_line_that_changes_the_output_head_is_known_for_it():
+    """Its prompt logprobs were answered on a GPU, where vLLM computes them without that part of it."""
+    from vllm.lora.request import LoRARequest
+
+    called = []
+
+    async def call_worker(method, name, number, path):
+        called.append((method, name, number, path))
+        return {"adapts_head": name == "with"}
+
+    engine = SimpleNamespace(call_worker=call_worker)
+    given = {name: LoRARequest(name, number, f"/{name}") for number, name in enumerate(("with", "without"), 1)}
+    models = SimpleNamespace(lora_requests=given)
+    adapters = Adapters(engine, models, enabled=True, model_names=["m"], boot_id="b", keep=4)
+    await adapters.look_at_given()
+    assert called == [("atropos_load_adapter", "with", 1, "/with"), ("atropos_load_adapter", "without", 2, "/without")]
+    assert [engine.adapts_head(name) for name in ("with", "without")] == [True, False]
+    assert adapters.named("with").request is given["with"]
+
+
+@pytest.mark.anyio
 async def test_a_retired_adapter_is_dropped_only_if_it_was_unused_at_two_looks(monkeypatch):
     """A stop string ends a request for vLLM's server a moment before its engine hears of it."""
     from vllm.lora.request import LoRARequest
