@@ -5,6 +5,7 @@ The machine and the values of the checks are simulated here.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
@@ -223,9 +224,10 @@ def test_no_process_of_a_file_outlives_it(folder: Path, out: Path, tmp_path: Pat
 
 def wait_for_end_of(pid: int) -> None:
     limit = time.monotonic() + 20
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < limit, f"{pid} still runs"
-        time.sleep(0.02)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < limit, f"{pid} still runs"
+            time.sleep(0.02)
 
 
 STARTED = """
