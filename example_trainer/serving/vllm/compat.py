@@ -72,7 +72,7 @@ def check_internals() -> None:
         "vllm.v1.engine.async_llm": ("AsyncLLM._add_request",),
         "vllm.v1.engine.detokenizer": ("FastIncrementalDetokenizer",),
         "vllm.v1.sample.sampler": ("Sampler.gather_logprobs", "Sampler.gather_specific_token_logprobs"),
-        "vllm.v1.worker.gpu_input_batch": ("InputBatch.update_async_output_token_ids",),
+        "vllm.v1.worker.gpu_input_batch": ("InputBatch.update_async_output_token_ids", "InputBatch.make_lora_inputs"),
         "vllm.v1.sample.thinking_budget_state": ("ThinkingBudgetStateHolder.sync_batch",),
         "vllm.v1.structured_output": ("StructuredOutputManager.grammar_init",),
         "vllm.v1.structured_output.backend_guidance": (
@@ -91,7 +91,7 @@ def check_internals() -> None:
         "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
         "vllm.model_executor.model_loader.reload.layerwise": ("get_layerwise_info", "_place_kernel_tensors"),
         "vllm.model_executor.layers.logits_processor": ("LogitsProcessor._apply_head",),
-        "vllm.config": ("ModelConfig.head_dtype",),
+        "vllm.config": ("ModelConfig.head_dtype", "VllmConfig.use_v2_model_runner"),
     }
     for module_name, names in needed.items():
         found: Any = importlib.import_module(module_name)
