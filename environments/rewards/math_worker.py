@@ -103,8 +103,7 @@ _ROMAN = re.compile(r"(?<![_a-zA-Z])\\mathrm\s?\{([ei])\}|(?<=_\{)\\(?:mathrm|te
 """Upright constants and subscripts of one letter, which are letters and no units."""
 _IMAGINARY = re.compile(r"(?<=\d)i(?![a-zA-Z_])", re.ASCII)
 """The imaginary unit after a number: math-verify finds only one that stands by itself, and takes all variables for real
-ones without it, so that `3+4i` and `3+4 i` were unequal.
-"""
+ones without it, so that `3+4i` and `3+4 i` were unequal."""
 _LAST_UNIT = re.compile(rf"(?<=[\d}}])\s*{_WORDS}[^{{}}\d]*\}}(?:\^\d|\^\{{\d\}})?$")
 """A unit in upright text at the end of an equation."""
 _PERIOD = re.compile(r"(?<=[^.\s])\.$")
@@ -209,19 +208,21 @@ def confirm_equality() -> None:
 
 def close(gold: Any, answer: Any) -> bool:
     """Return False if two numbers differ: by more than a thousandth if one of them has decimals, else at all."""
-    from math_verify.grader import get_pct_val
-    from sympy import Expr, Float
+    from math_verify.grader import get_pct_val, safe_sympy_doit
+    from sympy import Expr, Float, Number
 
+    figures = [get_pct_val(side, side) for side in (gold, answer)]
+    if any(isinstance(figure, Float) for figure in figures):
+        gold, answer = safe_sympy_doit(gold), safe_sympy_doit(answer)
+    elif figures != [gold, answer] or any(isinstance(figure, Number) for figure in figures):
+        return True  # math-verify has compared exactly what both come to, without digits, which may take long
     if not (isinstance(gold, Expr) and isinstance(answer, Expr) and (gold - answer).is_number):
-        return True
-    if get_pct_val(gold) is not None or get_pct_val(answer) is not None:
         return True
     allowed = RELATIVE_ERROR if gold.has(Float) or answer.has(Float) else ROUNDING_ERROR
     size = abs(gold.subs(dict.fromkeys(gold.free_symbols, 0)).evalf())
     apart = abs((gold - answer).evalf())
-    if not (size.is_finite and apart.is_finite) or getattr(apart, "_prec", 0) == 1:  # 1: no digit of it is certain
-        return True
-    return bool(apart <= allowed * size)
+    is_certain = size.is_finite and apart.is_finite and getattr(apart, "_prec", 0) != 1  # 1: no digit of it is certain
+    return not is_certain or bool(apart <= allowed * size)
 
 
 def sides_agree(parsed: tuple[Any, ...]) -> bool:
@@ -241,8 +242,7 @@ def sides(expression: Any) -> list[Any]:
 
 
 def percentage_is_meant(wanted: tuple[Any, ...], parsed: tuple[Any, ...]) -> bool:
-    """Return True if an answer in percent can be the gold's value: math-verify takes both 5% and 500% for a gold of
-    5.
+    """Return True if an answer in percent can be the gold's value: math-verify takes 5% and 500% for a gold of 5.
 
     The question decides which of the two is right, so a gold above 1 accepts a percentage only if it is one itself.
     """

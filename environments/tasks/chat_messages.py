@@ -45,9 +45,11 @@ def reply_message(value: Any, where: str) -> Mapping[str, Any] | None:
 
 def _is_message(value: Any) -> bool:
     """Return True for a message of a known form with anything in it."""
-    if not isinstance(value, Mapping) or not (value.get("role") or str(value.get("from")) in SPEAKERS):
+    if not isinstance(value, Mapping):
         return False
-    return any(value.get(key) for key in ("content", "value", "tool_calls"))
+    if value.get("role"):
+        return bool(value.get("content") or value.get("tool_calls"))
+    return str(value.get("from")) in SPEAKERS and bool(value.get("value"))
 
 
 def _with_role(message: Any, where: str) -> Any:

@@ -158,6 +158,7 @@ def test_other_ways_of_writing_the_same_are_correct(verifier, gold, answer):
         (r"\frac{1}{2004!}", r"\frac{1}{2006!}"),
         (r"P=\frac{3^{60}}{2^{90}}", r"P=\frac{3^{50}}{2^{90}}"),
         (r"\left(1,\frac{100!}{50!50!}\right)", r"\left(1,\frac{100!}{49!50!}\right)"),
+        (r"0.00001\%", r"0.00003\%"),
         ("7.4e-12", "0.0"),
         ("0.00000001", "0.00000003"),
         ("4.5e33", r"4.5 \times e \times 33"),

@@ -320,6 +320,7 @@ def test_a_completion_that_is_a_message_is_learned_with_its_calls(with_template,
         ([{"from": "gpt", "value": "a"}], "a"),
         ([{"role": "assistant", "content": [{"type": "text", "text": "a"}]}], "a"),
         ({"score": 1}, "{'score': 1}"),
+        ({"role": "nurse", "value": 1}, "{'role': 'nurse', 'value': 1}"),
     ],
 )
 def test_a_completion_is_learned_as_its_text(tokenizer, reply, text):
