@@ -241,31 +241,50 @@ def test_r23_an_adapter_sent_as_tensors_is_the_policy_under_the_models_name_on_e
     assert said["choices"][0]["token_ids"] == same["token_ids"][0]
 
 
+def send_while_running(server, sender, wait_until, prompts):
+    """Send four adapters while requests run; return the replies to them and to a later one, and what is retired then.
+
+    The last is None if a request ended before the others were inside, or while it was asked: with its workers as
+    processes, vLLM's engine waits in a busy loop, and this process got no time for up to 3 s on two cores.
+    """
+    sender.send()
+    oldest = sender.version
+    length = {"n": 12, "max_tokens": 700, "ignore_eos": True}
+    with ThreadPoolExecutor(12) as pool:
+        pending = [pool.submit(server.generate, prompt, compact=True, **length) for prompt in prompts]
+        other = {"model": str(server.model), "prompt": PROMPT, **length}
+        told = pool.submit(server.post, "/v1/completions", other)
+
+        def some_ended():
+            return told.done() or any(each.done() for each in pending)
+
+        wait_until(lambda: server.debug()["requests_inside"] == len(pending) + 1 or some_ended())
+        wait_until(lambda: f"policy-v{oldest}" in in_metrics(server) or some_ended())
+        for _ in range(0 if some_ended() else 4):
+            assert sender.send().status_code == 200
+        later = server.generate(prompts[-1], max_tokens=30, ignore_eos=True, compact=True)
+        # A later adapter that nobody uses is dropped after two looks.
+        wait_until(lambda: len(server.get("/lora/status")["retired"]) <= 1)
+        status = server.get("/lora/status")
+        kept = None if some_ended() else (status["retired"], [adapter["name"] for adapter in status["adapters"]])
+        replies = [each.result() for each in pending]
+        assert told.result().json()["model"] == f"policy-v{oldest}"
+    assert {version for reply in replies for ((_, _, version),) in reply["policy_versions"]} == {oldest}
+    return replies, later, kept, f"policy-v{oldest}"
+
+
 def test_r23_running_requests_end_on_the_adapter_they_began_with_and_old_ones_go_with_their_last(
     lora_server, sender, wait_until
 ):
-    sender.send()
-    oldest = sender.version
     shared = [random.Random(5).randrange(2, 250) for _ in range(280)]
     lora_server.generate(shared, max_tokens=2)
-    with ThreadPoolExecutor(12) as pool:
-        pending = [
-            pool.submit(lora_server.generate, prompt, max_tokens=700, ignore_eos=True, compact=True)
-            for prompt in [PROMPT, shared] * 4
-        ]
-        other = {"model": str(lora_server.model), "prompt": PROMPT, "max_tokens": 700, "ignore_eos": True}
-        told = pool.submit(lora_server.post, "/v1/completions", other)
-        wait_until(lambda: lora_server.debug()["requests_inside"] == len(pending) + 1)
-        wait_until(lambda: f"policy-v{oldest}" in in_metrics(lora_server))
-        for _ in range(4):
-            assert sender.send().status_code == 200
-        later = lora_server.generate(shared, max_tokens=30, ignore_eos=True, compact=True)
-        # It is kept for the requests that run with it; a later one that nobody uses goes after two looks.
-        wait_until(lambda: lora_server.get("/lora/status")["retired"] == [f"policy-v{oldest}"])
-        assert f"policy-v{oldest}" not in loaded(lora_server)
-        replies = [each.result() for each in pending]
-        assert told.result().json()["model"] == f"policy-v{oldest}"
-    assert {reply["policy_versions"][0][0][2] for reply in replies} == {oldest}
+    for _ in range(10):
+        replies, later, kept, oldest = send_while_running(lora_server, sender, wait_until, [PROMPT, shared] * 4)
+        if kept is not None:
+            break
+    retired, names = kept
+    assert retired == [oldest], "it is kept for the requests that run with it"
+    assert oldest not in names
     assert later["policy_versions"][0][0][2] == sender.version, "the prefix of the old adapter is not reused"
     errors = [error for reply in [*replies, later] for error in sender.errors(reply)]
     assert len(errors) >= 2000
@@ -276,7 +295,7 @@ def test_r23_running_requests_end_on_the_adapter_they_began_with_and_old_ones_go
     assert counters["adapters_in_memory"] == len(loaded(lora_server)) == 3
     assert counters["adapter_disk_loads_total"] == 3, "each adapter that was loaded by path is listed once"
     assert in_metrics(lora_server) <= {"", *loaded(lora_server)}, "rows of adapters that are gone would accumulate"
-    assert lora_server.post("/generate", {"prompt": PROMPT, "model": f"policy-v{oldest}"}).status_code == 404
+    assert lora_server.post("/generate", {"prompt": PROMPT, "model": oldest}).status_code == 404
 
 
 def without_one_half(tensors):
