@@ -186,12 +186,12 @@ def test_a_master_port_that_is_none_is_refused_with_its_variable():
 
 
 def test_a_port_that_the_ranks_have_taken_is_not_listened_on(bridge_to, monkeypatch):
-    met = []
+    met, groups = [], []
 
     class Joining(Client):
         def join_broadcast(self, _, rendezvous):
             met.append(rendezvous)
-            BroadcastGroup.join(rendezvous, torch.device("cpu")).close()
+            groups.append(BroadcastGroup.join(rendezvous, torch.device("cpu")))  # a closed one would end the other's
             return [None]
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -199,7 +199,9 @@ def test_a_port_that_the_ranks_have_taken_is_not_listened_on(bridge_to, monkeypa
         for name, value in (TORCHRUN | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}).items():
             monkeypatch.setenv(name, value)
         bridge = bridge_to(Joining("a"))
-        bridge._exchange._join(bridge._members, torch.device("cpu")).close()
+        groups.append(bridge._exchange._join(bridge._members, torch.device("cpu")))
+    for group in groups:
+        group.close()
     assert [each.port != port for each in met] == [True]
 
 
